@@ -1,0 +1,32 @@
+"""Paceline trains PyTorch models across devices and machines: one plain script, every way of distributing it.
+
+    import paceline as pl
+
+    trainer = pl.Trainer(model, optimizer, loss)
+    for batch in trainer.batches(train_set, batch_size=256, epochs=5):
+        trainer.step(batch)
+
+Names are loaded when they are first used, so that `paceline --help` need not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import PacelineError
+from paceline.strategy import Mirrored
+
+if TYPE_CHECKING:
+    from paceline.trainer import Trainer
+
+__version__ = "0.1.0"
+__all__ = ["Mirrored", "PacelineError", "Trainer", "__version__"]
+
+_LAZY = {"Trainer": "paceline.trainer"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'paceline' has no attribute {name!r}")

@@ -1,0 +1,331 @@
+"""From a dataset to batches, and ahead of time.
+
+A ledger speaks of positions in an epoch; a feed turns positions into a collated batch. There are three kinds,
+because there are three kinds of datasets:
+
+    tensors      the rows are picked by one `index_select` a tensor, without a line of Python per sample
+    map-style    `dataset[i]` for each index (or `dataset.__getitems__`), then collated
+    a stream     only `iter(dataset)`: every replica reads all of it and keeps what an uncommitted update may need
+
+A stream cannot be asked for a sample again, but an update may have to be: when a replica dies, the survivors load
+its part of the same lease. So samples stay buffered until the ledger has committed them. Every replica must see
+the same stream: one that draws random numbers has to seed them itself.
+
+`Ahead` loads the coming batches in a thread while the model computes. A thread is enough, since most of reading,
+picking and collating runs outside the interpreter's lock, and it costs no copy between processes. But it shares
+the process's random numbers with the model: a dataset that augments at random should seed that by the index.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+
+from paceline.data.ledger import Ledger
+from paceline.errors import DataError, PacelineError
+
+Collate = Callable[[list[Any]], Any]
+
+
+class Feed(ABC):
+    """Batches by position. May be used by several threads: one load at a time."""
+
+    length: int | None  # None: a stream, which tells its length only by ending
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def load(self, ledger: Ledger, epoch: int, positions: range) -> Any:
+        """The collated batch of these positions, or None if there are none."""
+        if not positions:
+            return None
+        with self._lock:
+            return self._load(ledger, epoch, positions)
+
+    @abstractmethod
+    def _load(self, ledger: Ledger, epoch: int, positions: range) -> Any: ...
+
+    def available(self, ledger: Ledger, epoch: int, positions: range) -> int:
+        """How many of these positions really exist, from the first one on. A stream reads on to find out."""
+        assert self.length is not None
+        return max(0, min(positions.stop, self.length) - positions.start)
+
+
+class TensorFeed(Feed):
+    """Rows of one tensor, or of several tensors as a tuple."""
+
+    def __init__(self, tensors: Sequence[Tensor], *, single: bool) -> None:
+        super().__init__()
+        shape = tuple(tensors[0].shape)
+        for tensor in tensors:
+            if tensor.dim() == 0 or tensor.shape[0] != shape[0]:
+                raise DataError(
+                    "shape of a tensor in the dataset",
+                    tuple(tensor.shape),
+                    f"give tensors of one first dimension, the number of samples (the first one has {shape})",
+                )
+        self.length = shape[0]
+        self._tensors, self._single = tuple(tensors), single
+
+    def _load(self, ledger: Ledger, epoch: int, positions: range) -> Any:
+        indices = ledger.indices(epoch, positions)
+        # Always a copy, even of neighbouring rows: a model may work in place on its input.
+        rows = tuple(tensor.index_select(0, indices.to(tensor.device)) for tensor in self._tensors)
+        return rows[0] if self._single else rows
+
+
+class MapFeed(Feed):
+    """Samples of a dataset with `len(dataset)` and `dataset[index]`."""
+
+    def __init__(self, dataset: Any, collate: Collate) -> None:
+        super().__init__()
+        self.length = len(dataset)
+        self._dataset, self._collate = dataset, collate
+        self._get_many = getattr(dataset, "__getitems__", None)
+
+    def _load(self, ledger: Ledger, epoch: int, positions: range) -> Any:
+        if len(self._dataset) != self.length:
+            raise DataError(
+                "dataset length",
+                len(self._dataset),
+                f"it was {self.length} when training began, and must not change while it lasts",
+            )
+        indices = ledger.indices(epoch, positions).tolist()
+        if self._get_many is None:
+            return self._collate([self._dataset[index] for index in indices])
+        samples = self._get_many(indices)
+        if len(samples) != len(indices):
+            raise DataError(
+                "number of samples from the dataset's __getitems__",
+                len(samples),
+                f"return one for each of the {len(indices)} indices",
+            )
+        return self._collate(samples)
+
+
+class StreamFeed(Feed):
+    """Samples of an iterable, in order of arrival; it is iterated anew for each epoch."""
+
+    def __init__(self, stream: Iterable[Any], collate: Collate) -> None:
+        super().__init__()
+        self.length = None
+        self._stream, self._collate = stream, collate
+        self._readings: dict[int, _Reading] = {}
+
+    def _load(self, ledger: Ledger, epoch: int, positions: range) -> Any:
+        reading, floor = self._reading(ledger, epoch)
+        if positions.start < floor:
+            raise PacelineError(
+                f"position {positions.start} of epoch {epoch} cannot be loaded: "
+                f"the samples before position {floor} are committed and forgotten"
+            )
+        # The other members' samples of the same batch have to be read past in any case: do it now, in the thread.
+        batches = -(-(positions.stop - floor) // ledger.batch_size)
+        reading.read_to(floor + batches * ledger.batch_size)
+        if reading.stop < positions.stop:
+            raise PacelineError(
+                f"position {positions.stop - 1} of epoch {epoch} cannot be loaded: "
+                f"the stream ended after {reading.stop} samples"
+            )
+        return self._collate(reading.samples(positions))
+
+    def available(self, ledger: Ledger, epoch: int, positions: range) -> int:
+        with self._lock:
+            reading, _ = self._reading(ledger, epoch)
+            reading.read_to(positions.stop)
+            return max(0, min(positions.stop, reading.stop) - positions.start)
+
+    def _reading(self, ledger: Ledger, epoch: int) -> tuple[_Reading, int]:
+        """The reading of this epoch, and the first position of it that may still be asked for."""
+        committed = ledger.next()
+        if epoch < committed.epoch:
+            raise PacelineError(f"epoch {epoch} cannot be loaded: the run is in epoch {committed.epoch}")
+        self._readings = {key: old for key, old in self._readings.items() if key >= committed.epoch}
+        floor = committed.start if epoch == committed.epoch else 0
+        reading = self._readings.get(epoch)
+        if reading is None or reading.start > floor:  # new, or the run resumed at an earlier position
+            reading = self._readings[epoch] = _Reading(self._stream)
+        reading.forget_to(floor)
+        if reading.start < floor:
+            raise DataError(
+                f"dataset length in epoch {epoch}",
+                reading.start,
+                f"{floor} samples of that epoch were used before, resume with the same stream",
+            )
+        return reading, floor
+
+
+class _Reading:
+    """One pass over a stream: the samples [start, stop) of it, which are read and not yet forgotten."""
+
+    def __init__(self, stream: Iterable[Any]) -> None:
+        self._iterator = iter(stream)
+        self._buffer: deque[Any] = deque()
+        self._failure: BaseException | None = None
+        self._ended = False
+        self.start = 0
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self._buffer)
+
+    def samples(self, positions: range) -> list[Any]:
+        return list(islice(self._buffer, positions.start - self.start, positions.stop - self.start))
+
+    def read_to(self, stop: int) -> None:
+        while self.stop < stop and self._read_one():
+            pass
+
+    def forget_to(self, start: int) -> None:
+        """Drop the samples before `start`, reading past those that were never read: nothing piles up."""
+        while self.start < start and (self._buffer or self._read_one()):
+            self._buffer.popleft()
+            self.start += 1
+
+    def _read_one(self) -> bool:
+        if self._failure is not None:
+            # A generator that raised only says StopIteration from then on. That must not pass for the end.
+            raise self._failure
+        if not self._ended:
+            try:
+                self._buffer.append(next(self._iterator))
+            except StopIteration:
+                self._ended = True
+            except BaseException as failure:
+                self._failure = failure
+                raise
+        return not self._ended
+
+
+def open_feed(dataset: Any, collate: Collate | None = None) -> Feed:
+    """The feed for a dataset: tensors, map-style or a stream. `collate` makes a batch of a list of samples."""
+    kind = type(dataset).__name__
+    if isinstance(dataset, DataLoader):
+        raise DataError("dataset", kind, "give the dataset inside it, Paceline makes the batches itself")
+    if isinstance(dataset, (Mapping, str, bytes)):
+        raise DataError("dataset", kind, "give tensors, a dataset with len() and [index], or an iterable")
+    if isinstance(dataset, Tensor):
+        rows = TensorFeed([dataset], single=True)
+        return rows if collate is None else MapFeed(dataset, collate)
+    if isinstance(dataset, TensorDataset) and type(dataset).__getitem__ is TensorDataset.__getitem__:
+        dataset = dataset.tensors
+    if isinstance(dataset, (tuple, list)) and any(isinstance(item, (Tensor, np.ndarray)) for item in dataset):
+        if not all(isinstance(item, Tensor) for item in dataset):
+            raise DataError(
+                "dataset",
+                f"{kind} of {', '.join(sorted({type(item).__name__ for item in dataset}))}",
+                "give tensors only, torch.as_tensor makes them",
+            )
+        columns = TensorFeed(dataset, single=False)
+        return columns if collate is None else MapFeed(TensorDataset(*dataset), collate)
+    # torch gives every Dataset a __getitem__, streams too: only the class tells those apart.
+    if isinstance(dataset, IterableDataset):
+        return StreamFeed(dataset, collate or default_collate)
+    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        return MapFeed(dataset, collate or default_collate)
+    if hasattr(dataset, "__iter__"):
+        return StreamFeed(dataset, collate or default_collate)
+    raise DataError("dataset", kind, "give tensors, a dataset with len() and [index], or an iterable")
+
+
+Request = tuple[int, tuple[range, ...]]  # epoch, and the positions of each micro-batch
+
+
+class Ahead:
+    """A thread that loads what the caller said it will take next.
+
+    The expectations may turn out wrong, above all when a replica dies and the others get larger parts. Then `take`
+    loads what is asked for itself, and drops the other expectations, which were of the old division as well.
+    """
+
+    def __init__(self, feed: Feed, ledger: Ledger, depth: int = 2) -> None:
+        self._feed, self._ledger, self._depth = feed, ledger, depth
+        self._changed = threading.Condition()  # guards all below
+        self._wanted: list[Request] = []
+        self._loaded: dict[Request, list[Any] | BaseException] = {}  # only of requests that are wanted
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def want(self, requests: Sequence[Request]) -> None:
+        """Expect these, in this order. At most `depth` of them are loaded before they are taken."""
+        with self._changed:
+            if self._closed or self._depth < 1:
+                return
+            self._expect(list(dict.fromkeys(requests)))
+            if self._wanted and self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="paceline-ahead", daemon=True)
+                self._thread.start()
+                # A daemon thread that is inside torch when the interpreter goes away aborts the process.
+                atexit.register(self.close)
+
+    def take(self, epoch: int, ranges: tuple[range, ...]) -> list[Any]:
+        """The micro-batches of these positions; waits for the thread if it was told, else loads them here."""
+        request = (epoch, ranges)
+        with self._changed:
+            # What was expected before this one has been passed over. So this one is first, and its turn comes.
+            at = self._wanted.index(request) if request in self._wanted else len(self._wanted)
+            self._expect(self._wanted[at:])
+            self._changed.wait_for(lambda: request in self._loaded or request not in self._wanted)
+            outcome = self._loaded.get(request)
+            self._expect([other for other in self._wanted if other != request])
+        if isinstance(outcome, BaseException):
+            raise outcome  # carries the traceback of the thread
+        if outcome is not None:
+            return outcome
+        return [self._feed.load(self._ledger, epoch, positions) for positions in ranges]
+
+    def close(self) -> None:
+        """End the thread. What is taken afterwards is loaded directly."""
+        with self._changed:
+            self._closed = True
+            self._expect([])
+        if self._thread is not None:
+            atexit.unregister(self.close)
+            # A dataset that hangs must not also hang the end of the run: then the thread is left behind.
+            self._thread.join(timeout=1.0)
+
+    def _expect(self, requests: list[Request]) -> None:
+        self._wanted = requests
+        self._loaded = {request: self._loaded[request] for request in requests if request in self._loaded}
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        while (request := self._first_missing()) is not None:
+            outcome = self._load(request)
+            with self._changed:
+                if outcome is not None and request in self._wanted:
+                    self._loaded[request] = outcome
+                    self._changed.notify_all()
+
+    def _first_missing(self) -> Request | None:
+        """The next request to load, once there is one; None when closed."""
+        with self._changed:
+            while not self._closed:
+                for request in self._wanted[: self._depth]:
+                    if request not in self._loaded:
+                        return request
+                self._changed.wait()
+            return None
+
+    def _load(self, request: Request) -> list[Any] | BaseException | None:
+        """The micro-batches, or what went wrong, or None if nobody wants them any more."""
+        epoch, ranges = request
+        batches = []
+        for positions in ranges:
+            # Looked at between micro-batches, so that a caller with other wishes gets the feed soon.
+            if request not in self._wanted:
+                return None
+            try:
+                batches.append(self._feed.load(self._ledger, epoch, positions))
+            except BaseException as error:
+                return error
+        return batches

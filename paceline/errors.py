@@ -1,0 +1,71 @@
+"""Everything that can go wrong, as one tree.
+
+    PacelineError
+    ├── InvalidInput          a value given by the user: names the field, the value, what would be right
+    │   ├── StrategyError     flags and strategies: replicas, wire, emulate …
+    │   ├── ModelError        the model or its optimizer: differing replicas, unsupported optimizer …
+    │   ├── DataError         the dataset or the batch size
+    │   └── LossError         the loss: not a scalar, not finite
+    ├── CheckpointError       a file that is missing, damaged, or of another run
+    ├── ArenaError            shared memory: full, or of another shape
+    ├── LaunchError           processes that could not be started or supervised
+    ├── ReplicaDied           a death that cannot be survived here, and why
+    └── Stalled               a wait that passed its deadline: who waits for whom
+
+Each message is one sentence a user can act on. `paceline run` prints the sentence alone for these, and the
+traceback for everything else.
+"""
+
+from __future__ import annotations
+
+
+class PacelineError(Exception):
+    """Base of every error Paceline raises on purpose."""
+
+
+class InvalidInput(PacelineError):
+    """A user's value is wrong.
+
+    >>> str(InvalidInput("replicas", 0, "give a whole number from 1 up"))
+    'replicas is 0: give a whole number from 1 up'
+    """
+
+    def __init__(self, field: str, value: object, expected: str) -> None:
+        self.field, self.value, self.expected = field, value, expected
+        super().__init__(f"{field} is {value!r}: {expected}")
+
+
+class StrategyError(InvalidInput):
+    """A flag or a strategy's field is wrong."""
+
+
+class ModelError(InvalidInput):
+    """The model or its optimizer cannot be trained this way."""
+
+
+class DataError(InvalidInput):
+    """The dataset or the batch size is wrong."""
+
+
+class LossError(InvalidInput):
+    """The loss function returned something that cannot be trained on."""
+
+
+class CheckpointError(PacelineError):
+    """A checkpoint is missing, damaged, or of another run."""
+
+
+class ArenaError(PacelineError):
+    """Shared memory is full, or holds something else."""
+
+
+class LaunchError(PacelineError):
+    """Processes could not be started or supervised."""
+
+
+class ReplicaDied(PacelineError):
+    """A replica's death that the run cannot survive."""
+
+
+class Stalled(PacelineError):
+    """A wait passed its deadline."""

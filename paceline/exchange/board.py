@@ -1,0 +1,379 @@
+"""The board: the shared words by which the replicas of one host agree.
+
+A small shared-memory segment, one row a replica. Every word has exactly one writer at a time (its replica, the
+chief of a step, or the supervisor), so no locks are needed: aligned 8-byte words are written and read whole.
+
+    word 0 … 63          of the host: membership epoch, stop request …
+    word 64 + 64·r …     row of replica r: alive, what it works on, where it has arrived …
+
+An *op* is one thing all replicas do together (a step, an evaluation, a save), numbered in program order. The
+*membership epoch* changes whenever a replica dies or joins. A replica that tries an op under an epoch writes the
+pair as one word, its *tag*. From these few stable facts all survivors draw the same conclusion about a death,
+without talking to one another:
+
+- a member that died after its tag arrived has done its part: the op goes on with what it left in shared memory;
+- a member that died before has not, and never will: everybody tries the op again under the new epoch.
+
+The supervisor is the only one that declares deaths: it has waited for the process, so a dead replica cannot write
+any more. This module does not import torch, so that the supervisor stays light.
+"""
+
+from __future__ import annotations
+
+import enum
+import mmap
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from paceline.errors import Stalled
+
+BOARD_BYTES = 1 << 20
+ROW_WORDS = 64
+MOST_REPLICAS = BOARD_BYTES // 8 // ROW_WORDS - 1
+
+EPOCH_BITS = 20
+COLLECTIVE_BITS = 16
+NEVER = 1 << 62
+
+SPIN_S = 0.001  # how long a wait burns its core before it begins to sleep
+LONGEST_SLEEP_S = 0.001
+
+
+class HostWord(enum.IntEnum):
+    """Words that belong to the whole host."""
+
+    REPLICAS = 0
+    EPOCH = 1  # membership epoch; odd while the supervisor is changing the rows
+    STOP_REQUESTED = 2  # supervisor: please end after the step in progress
+    STOP_AFTER = 3  # chief: the op after which all stop (0: none)
+    TOTAL_STEPS = 4  # for the progress display; 0 while unknown
+    SUPERVISED = 5  # 1 if a supervisor declares deaths
+    CLOSED = 6  # the last step that is complete: all shards updated
+
+
+class Word(enum.IntEnum):
+    """Words of one replica's row."""
+
+    INCARNATION = 0  # supervisor: odd while a process runs in this row, one more when it ends or starts again
+    ADMITTED = 1  # chief: the incarnation that takes part
+    WORKING = 2  # tag of the op it is trying
+    ARRIVED = 3  # tag of the last op whose part it has finished
+    POSTED = 4  # tag and number of its last contribution to a collective
+    NORMED = 5  # last op for which its owner's share of the gradient norm is known
+    DONE = 6  # last op for which its owner's updates are complete
+    UNDO = 7  # 1 + chunk it is updating at this moment; 0: none
+    ADMIT_AT = 8  # chief: first op in which that incarnation takes part
+    JOINING = 9  # the incarnation that was started again and is ready to take part
+    PHASE = 10
+    SINCE_NS = 11  # monotonic time at which the phase began
+    STEP = 12
+    SAMPLES = 13  # samples in its part of the step
+    COMPUTE_NS = 14
+    WAIT_NS = 15
+    UPDATE_NS = 16
+    OPTIONS = 17  # fingerprint of its optimizer's options
+    LOSS = 18  # float: its share of the step's loss
+    SAMPLES_SEEN = 19  # samples of the whole batch, summed over the run
+    PID = 20
+    KIND = 21  # what kind of op it works on: all must do the same
+    OP = 22  # the last op it has begun
+    ARENAS = 23  # how many arenas it has had
+    RETRIES = 24  # tries that had to be repeated because a member was lost
+    DESCRIPTOR = 32  # the arenas it holds open: arena number and file descriptor, a word each, taking turns
+
+
+class Kind(enum.IntEnum):
+    """Kinds of ops, as a sentence names them."""
+
+    BUILD = 0
+    STEP = 1
+    EVALUATE = 2
+    SAVE = 3
+
+    @property
+    def words(self) -> str:
+        return {0: "builds a trainer", 1: "takes a step", 2: "evaluates", 3: "saves or resumes"}[self.value]
+
+
+class Phase(enum.IntEnum):
+    """What a replica is doing, for the display and for the sentence that explains a hang."""
+
+    STARTING = 0
+    LOADING = 1
+    COMPUTING = 2
+    AWAITING_GRADIENTS = 3
+    UPDATING = 4
+    AWAITING_UPDATES = 5
+    AWAITING_STATISTICS = 6
+    AWAITING_ARENA = 7
+    EVALUATING = 8
+    SAVING = 9
+    AWAITING_SAVE = 10
+    BETWEEN = 11  # in the user's own code between two ops
+    AWAITING_ADMISSION = 12
+    AWAITING_HOSTS = 13
+    AWAITING_EVALUATION = 14
+
+    @property
+    def words(self) -> str:
+        """How a sentence names it: "waits for updates"."""
+        name = self.name.lower().replace("_", " ")
+        return name.replace("awaiting", "waits for") if self.is_wait else f"is {name}"
+
+    @property
+    def is_wait(self) -> bool:
+        return self.name.startswith("AWAITING")
+
+
+MOST_ARENAS = ROW_WORDS - Word.DESCRIPTOR  # that may be open at once
+
+
+class MemberLost(Exception):
+    """A member died, or moved on to a later epoch, before this op could complete: try it again without it."""
+
+
+@dataclass(frozen=True)
+class Members:
+    """Which replicas of this host take part in one try of one op."""
+
+    op: int
+    epoch: int
+    ranks: tuple[int, ...]
+    replica: int  # who is looking
+
+    @property
+    def tag(self) -> int:
+        return self.op << EPOCH_BITS | self.epoch
+
+    @property
+    def chief(self) -> int:
+        return self.ranks[0]
+
+
+class Board:
+    """One host's shared words. All replicas and the supervisor map the same segment."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._map = mmap.mmap(descriptor, BOARD_BYTES)
+        self._ints = memoryview(self._map).cast("q")
+        self._floats = memoryview(self._map).cast("d")
+
+    @classmethod
+    def create(cls, replicas: int, *, supervised: bool) -> Board:
+        """A fresh board. Anonymous memory: it vanishes with the last process that holds it, whatever happens."""
+        descriptor = os.memfd_create("paceline-board", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, BOARD_BYTES)
+        board = cls(descriptor)
+        board.host_set(HostWord.REPLICAS, replicas)
+        board.host_set(HostWord.SUPERVISED, int(supervised))
+        for rank in range(replicas):
+            board.set(rank, Word.INCARNATION, 1)
+            board.set(rank, Word.ADMITTED, 1)
+        return board
+
+    # ── words ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def get(self, rank: int, word: int) -> int:
+        return self._ints[ROW_WORDS + rank * ROW_WORDS + word]
+
+    def set(self, rank: int, word: int, value: int) -> None:
+        self._ints[ROW_WORDS + rank * ROW_WORDS + word] = value
+
+    def get_float(self, rank: int, word: int) -> float:
+        return self._floats[ROW_WORDS + rank * ROW_WORDS + word]
+
+    def set_float(self, rank: int, word: int, value: float) -> None:
+        self._floats[ROW_WORDS + rank * ROW_WORDS + word] = value
+
+    def host_get(self, word: int) -> int:
+        return self._ints[word]
+
+    def host_set(self, word: int, value: int) -> None:
+        self._ints[word] = value
+
+    @property
+    def replicas(self) -> int:
+        return self.host_get(HostWord.REPLICAS)
+
+    def alive(self, rank: int) -> bool:
+        """Whether the process that was admitted in this row still runs."""
+        return self.get(rank, Word.INCARNATION) == self.get(rank, Word.ADMITTED)
+
+    def next_op(self, rank: int) -> int:
+        """Number of the op that `rank` begins now. All run the same script, so all count alike."""
+        self.set(rank, Word.OP, self.get(rank, Word.OP) + 1)
+        return self.get(rank, Word.OP)
+
+    def next_arena(self, rank: int) -> int:
+        """Number of the arena that `rank` is about to share."""
+        self.set(rank, Word.ARENAS, self.get(rank, Word.ARENAS) + 1)
+        return self.get(rank, Word.ARENAS)
+
+    def hold_arena(self, rank: int, arena: int, descriptor: int) -> None:
+        """Announce that `rank` holds this arena open, so that others can open it too."""
+        self.set(rank, Word.DESCRIPTOR + arena % MOST_ARENAS, arena << 32 | descriptor)
+
+    def arena_holder(self, arena: int) -> tuple[int, int, int] | None:
+        """A living replica that holds the arena: rank, process, descriptor."""
+        for rank in range(self.replicas):
+            held = self.get(rank, Word.DESCRIPTOR + arena % MOST_ARENAS)
+            if self.alive(rank) and held >> 32 == arena:
+                return rank, self.get(rank, Word.PID), held & 0xFFFF_FFFF
+        return None
+
+    # ── membership ───────────────────────────────────────────────────────────────────────────────────────
+
+    def members(self, replica: int, op: int) -> Members:
+        """One consistent look at who takes part in `op`."""
+        while True:
+            before = self.host_get(HostWord.EPOCH)
+            ranks = tuple(
+                rank for rank in range(self.replicas) if self.alive(rank) and self.get(rank, Word.ADMIT_AT) <= op
+            )
+            if before % 2 == 0 and before == self.host_get(HostWord.EPOCH):
+                return Members(op, before, ranks, replica)
+            os.sched_yield()
+
+    def declare_ended(self, rank: int) -> None:
+        """Supervisor only, after it has waited for the process."""
+        self._next_incarnation(rank)
+
+    def declare_started_again(self, rank: int) -> int:
+        """Supervisor only: a new process will take this row. It counts once the chief has admitted it."""
+        return self._next_incarnation(rank)
+
+    def _next_incarnation(self, rank: int) -> int:
+        incarnation = self.get(rank, Word.INCARNATION) + 1
+        self.host_set(HostWord.EPOCH, self.host_get(HostWord.EPOCH) + 1)
+        self.set(rank, Word.INCARNATION, incarnation)
+        self.host_set(HostWord.EPOCH, self.host_get(HostWord.EPOCH) + 1)
+        return incarnation
+
+    def any_joining(self) -> bool:
+        """Whether a replica that was started again is ready to take part, and the notes for it can be written:
+        one that was admitted before may still be reading its own."""
+        ranks = range(self.replicas)
+        reading = any(self.alive(rank) and self.get(rank, Word.JOINING) for rank in ranks)
+        return not reading and any(self._is_joining(rank) for rank in ranks)
+
+    def _is_joining(self, rank: int) -> bool:
+        joining = self.get(rank, Word.JOINING)
+        return joining == self.get(rank, Word.INCARNATION) != self.get(rank, Word.ADMITTED)
+
+    def admit_joining(self, op: int) -> None:
+        """Chief only, before it arrives at `op`: whoever is ready takes part from the next op on.
+
+        Everybody reads these words after `op` has closed, so all see the same members of the next one.
+        """
+        for rank in range(self.replicas):
+            if self._is_joining(rank):
+                self.set(rank, Word.ADMIT_AT, op + 1)
+                self.set(rank, Word.ADMITTED, self.get(rank, Word.JOINING))
+
+    # ── phases and waits ─────────────────────────────────────────────────────────────────────────────────
+
+    def enter(self, rank: int, phase: Phase) -> None:
+        row = ROW_WORDS + rank * ROW_WORDS
+        self._ints[row + Word.PHASE] = phase
+        self._ints[row + Word.SINCE_NS] = time.monotonic_ns()
+
+    def wait(self, rank: int, phase: Phase, ready: Callable[[], bool], timeout_s: float) -> None:
+        """Wait until `ready()`: spin for a moment, giving way to other processes, then sleep between looks.
+
+        `ready` may raise `MemberLost` to end the wait.
+        """
+        if ready():
+            return
+        before = Phase(self.get(rank, Word.PHASE))
+        self.enter(rank, phase)
+        start = time.monotonic()
+        sleep_s = 0.00005
+        while not ready():
+            waited_s = time.monotonic() - start
+            if waited_s < SPIN_S:
+                os.sched_yield()
+                continue
+            time.sleep(sleep_s)
+            sleep_s = min(sleep_s * 1.3, LONGEST_SLEEP_S)
+            if waited_s > timeout_s:
+                raise Stalled(f"replica {rank} gave up after {timeout_s:g} s: {self.who_waits()}")
+        self.enter(rank, before)
+
+    def work_on(self, members: Members, kind: Kind, phase: Phase) -> None:
+        """Announce a try of an op."""
+        self.set(members.replica, Word.KIND, members.op << EPOCH_BITS | kind)
+        self.set(members.replica, Word.WORKING, members.tag)
+        self.enter(members.replica, phase)
+
+    def arrive(self, members: Members) -> None:
+        """Announce that this replica's part of the try is complete."""
+        self.set(members.replica, Word.ARRIVED, members.tag)
+
+    def await_arrivals(self, members: Members, phase: Phase, timeout_s: float) -> None:
+        """Until every member has arrived at this try of this op; `MemberLost` if one never will."""
+        pending = list(members.ranks)
+
+        def ready() -> bool:
+            pending[:] = [other for other in pending if not self._reached(other, members, Word.ARRIVED, members.tag)]
+            return not pending
+
+        self.wait(members.replica, phase, ready, timeout_s)
+
+    def await_posts(self, members: Members, among: Sequence[int], number: int, timeout_s: float) -> None:
+        """Until everybody in `among` has posted contribution `number` of this try of this op."""
+        wanted = members.tag << COLLECTIVE_BITS | number
+        pending = list(among)
+
+        def ready() -> bool:
+            pending[:] = [other for other in pending if not self._reached(other, members, Word.POSTED, wanted)]
+            return not pending
+
+        self.wait(members.replica, Phase.AWAITING_STATISTICS, ready, timeout_s)
+
+    def _reached(self, other: int, members: Members, word: int, wanted: int) -> bool:
+        # The order of the looks matters: who is seen dead first cannot write afterwards, and whoever wrote the
+        # word under a later epoch had announced that epoch before.
+        alive = self.alive(other)
+        reached = self.get(other, word) >= wanted
+        working = self.get(other, Word.WORKING)
+        if working >> EPOCH_BITS == members.op and working > members.tag:
+            raise MemberLost
+        self._check_kind(other, members)
+        if not reached and not alive:
+            raise MemberLost
+        return reached
+
+    def _check_kind(self, other: int, members: Members) -> None:
+        """Replicas run the same script; one that makes another call now would wait for the others for ever."""
+        mine, theirs = self.get(members.replica, Word.KIND), self.get(other, Word.KIND)
+        if theirs >> EPOCH_BITS == members.op and theirs != mine:
+            does, other_does = (Kind(kind & (1 << EPOCH_BITS) - 1).words for kind in (mine, theirs))
+            raise Stalled(
+                f"replica {members.replica} {does} while replica {other} {other_does}: "
+                "every replica must make the same trainer calls in the same order"
+            )
+
+    # ── explanations ─────────────────────────────────────────────────────────────────────────────────────
+
+    def who_waits(self) -> str:
+        """Who waits for whom, as a sentence: for the display, for time limits, for a hang.
+
+        >>> board = Board.create(2, supervised=False)
+        >>> board.enter(0, Phase.AWAITING_GRADIENTS); board.enter(1, Phase.COMPUTING)
+        >>> board.who_waits()
+        'replica 0 waits for gradients of step 0 (0 s); replica 1 is computing step 0 (0 s)'
+        """
+        now = time.monotonic_ns()
+        says = []
+        for rank in range(self.replicas):
+            if not self.alive(rank):
+                says.append(f"replica {rank} has ended")
+                continue
+            phase = Phase(self.get(rank, Word.PHASE))
+            since_s = (now - self.get(rank, Word.SINCE_NS)) // 1_000_000_000
+            of = f"of step {self.get(rank, Word.STEP)}" if phase.is_wait else f"step {self.get(rank, Word.STEP)}"
+            says.append(f"replica {rank} {phase.words} {of} ({since_s} s)")
+        return "; ".join(says)

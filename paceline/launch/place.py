@@ -1,0 +1,93 @@
+"""Where a process stands: which replica it is, on which host, and what its supervisor gave it.
+
+A process learns its place once, at the first `Trainer` or `distribute`, from one of three sources:
+
+- `paceline run` hands every replica one JSON value in `PACELINE_PLACE` (and the board as an open descriptor);
+- `torchrun` sets RANK, WORLD_SIZE, LOCAL_RANK …;
+- plain `python train.py` sets nothing: the process is alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import msgspec
+
+from paceline.errors import LaunchError
+from paceline.strategy import Mirrored
+
+PLACE_VARIABLE = "PACELINE_PLACE"
+
+
+class Recording(msgspec.Struct, frozen=True):
+    """What `paceline verify` asks of a run: dump every tensor of the first steps, then end."""
+
+    folder: str
+    steps: int
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Which of the replicas this process is."""
+
+    replica: int  # on this host, from 0
+    replicas: int  # on this host
+    host: int = 0
+    hosts: int = 1
+    board: int | None = None  # descriptor of the host's board; None: agree on one through the rendezvous
+    rendezvous: str | None = None  # address:port of the store that joins the hosts
+    run_folder: str | None = None
+    restarted: bool = False  # a new process in the place of one that died
+    save_on_stop: str | None = None
+    strategy: Mirrored = Mirrored()
+    recording: Recording | None = None
+
+    @property
+    def rank(self) -> int:
+        """Number of this replica among all hosts'."""
+        return self.host * self.replicas + self.replica
+
+    @property
+    def world(self) -> int:
+        return self.hosts * self.replicas
+
+
+def find_place(environment: Mapping[str, str] = os.environ) -> Place:
+    """The place of this process.
+
+    >>> find_place({}).world
+    1
+    >>> find_place({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+    ...             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}).host
+    1
+    """
+    if given := environment.get(PLACE_VARIABLE):
+        return msgspec.json.decode(given, type=Place)
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return _from_torchrun(environment)
+    return Place(replica=0, replicas=1)
+
+
+def _from_torchrun(environment: Mapping[str, str]) -> Place:
+    try:
+        rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        local = int(environment.get("LOCAL_RANK", rank))
+        on_host = int(environment.get("LOCAL_WORLD_SIZE", world))
+        rendezvous = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
+    except (KeyError, ValueError) as error:
+        raise LaunchError(
+            f"RANK and WORLD_SIZE are set but {error} is missing or not a number: "
+            "start the script with torchrun, or with `paceline run`"
+        ) from error
+    if world % on_host:
+        raise LaunchError(
+            f"WORLD_SIZE is {world} and LOCAL_WORLD_SIZE {on_host}: every host must run equally many replicas"
+        )
+    return Place(
+        replica=local,
+        replicas=on_host,
+        host=rank // on_host,
+        hosts=world // on_host,
+        rendezvous=rendezvous,
+        strategy=Mirrored(replicas=world),
+    )

@@ -1,0 +1,267 @@
+"""One replica process, from both sides.
+
+Outside, `ReplicaProcess` is the supervisor's hand on it: starts it, reads what it prints, learns of its end within
+a millisecond (a pidfd becomes readable), and ends it together with everything it has spawned. `Guard` does that
+last for a supervisor that was itself killed.
+
+Inside, `python -m paceline.launch.replica train.py …` runs before and after the user's script: it ties its life to
+the supervisor's, takes its cores, and then runs the script as `python train.py …` would. What the script raises
+goes, without our own frames, into the log and into a failure file, from which the supervisor shows the first.
+
+The two sides meet in `PACELINE_PLACE`, `PACELINE_PARENT`, and the descriptor of the board.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import io
+import os
+import runpy
+import signal
+import struct
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from paceline.errors import LaunchError, PacelineError
+from paceline.launch.cores import allowed_cores, share_of_cores
+from paceline.launch.place import PLACE_VARIABLE, Place, find_place
+from paceline.watch.events import AppendFile
+from paceline.watch.run_folder import Failure, log_name
+
+PARENT_VARIABLE = "PACELINE_PARENT"  # pid without which the process has no reason to be
+LONGEST_EXIT_S = 5.0  # for threads and exit handlers of a script that has failed
+
+_PR_SET_PDEATHSIG = 1
+_CHUNK_BYTES = 1 << 16
+_TAIL_BYTES = 4096
+_GROUP = struct.Struct("=q")
+
+
+# ── outside: the supervisor's hand on a replica ──────────────────────────────────────────────────────────────
+
+
+class ReplicaProcess:
+    """A running replica. Its process group is its own: signals of the terminal do not reach it."""
+
+    def __init__(self, script: str, arguments: Sequence[str], place: Place, log: AppendFile, guard: Guard) -> None:
+        threads = str(len(share_of_cores(place.replica, place.replicas, allowed_cores())))
+        environment = {
+            **os.environ,
+            PLACE_VARIABLE: msgspec.json.encode(place).decode(),
+            PARENT_VARIABLE: str(os.getpid()),
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+        }
+        self.row = place.replica
+        self.rank = place.rank
+        self.started_at = time.monotonic()
+        self._log = log
+        self._tail = b""
+        self._guard = guard
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "paceline.launch.replica", script, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                env=environment,
+                pass_fds=() if place.board is None else (place.board,),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise LaunchError(f"replica {self.rank} could not be started: {error.strerror}") from error
+        guard.watch(self.pid)
+        self.pidfd = os.pidfd_open(self.pid)
+        streams = [stream for stream in (self._process.stdout, self._process.stderr) if stream is not None]
+        self._streams = streams
+        self.stdout, self.stderr = (stream.fileno() for stream in streams)
+        for stream in streams:
+            os.set_blocking(stream.fileno(), False)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def last_errors(self) -> str:
+        """The end of what it wrote to stderr."""
+        return self._tail.decode(errors="replace")
+
+    def read(self, descriptor: int) -> bytes | None:
+        """What it printed since the last look, which is now in its log; None at the end of the stream."""
+        try:
+            data = os.read(descriptor, _CHUNK_BYTES)
+        except BlockingIOError:
+            return b""
+        self._log.write(data)
+        if descriptor == self.stderr:
+            self._tail = (self._tail + data)[-_TAIL_BYTES:]
+        return data or None
+
+    def send(self, number: signal.Signals) -> None:
+        """To the replica and everything it has spawned. Not after `reap`."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def ask_for_stack(self) -> int | None:
+        """Have it write its stack into its log; from which byte on. None if it is not set up to."""
+        with contextlib.suppress(OSError):
+            # Before its handler is in place, the signal would kill it.
+            status = Path(f"/proc/{self.pid}/status").read_text()
+            caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+            if caught >> (signal.SIGUSR1 - 1) & 1:
+                end = self._log.path.stat().st_size
+                os.kill(self.pid, signal.SIGUSR1)
+                return end
+        return None
+
+    def stack_since(self, start: int) -> str:
+        with contextlib.suppress(OSError), self._log.path.open("rb") as log:
+            log.seek(start)
+            return log.read(_CHUNK_BYTES).decode(errors="replace")
+        return ""
+
+    def reap(self) -> int:
+        """After its end: its exit code, or minus the signal that killed it. What it spawned ends with it."""
+        # Its group is named by its pid, which nobody else can get before it is waited for.
+        self.send(signal.SIGKILL)
+        code = self._process.wait()
+        self._guard.forget(self.pid)
+        os.close(self.pidfd)
+        for stream in self._streams:
+            stream.close()
+        self._log.close()
+        return code
+
+
+class Guard:
+    """A tiny process that ends the replicas' process groups if the supervisor is gone without having done so.
+
+    `kill -9` of the supervisor ends the replicas (PR_SET_PDEATHSIG), but not what they had spawned. The guard
+    learns of the death by the end of the pipe on which it is told the groups.
+    """
+
+    def __init__(self) -> None:
+        reading, self._writing = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                os.setsid()
+                os.close(self._writing)
+                _end_groups_at_eof(reading)
+            finally:
+                os._exit(0)
+        os.close(reading)
+
+    def watch(self, group: int) -> None:
+        self._tell(group)
+
+    def forget(self, group: int) -> None:
+        self._tell(-group)
+
+    def close(self) -> None:
+        os.close(self._writing)
+        os.waitpid(self._pid, 0)
+
+    def _tell(self, number: int) -> None:
+        with contextlib.suppress(BrokenPipeError):  # somebody killed the guard: its help is lost, the run is not
+            os.write(self._writing, _GROUP.pack(number))
+
+
+def _end_groups_at_eof(reading: int) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    groups: set[int] = set()
+    while told := os.read(reading, _GROUP.size * 512):
+        for (number,) in _GROUP.iter_unpack(told):
+            (groups.add if number > 0 else groups.discard)(abs(number))
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+
+
+# ── inside: around the user's script ─────────────────────────────────────────────────────────────────────────
+
+
+def main() -> None:
+    """Run a script as the replica that `PACELINE_PLACE` says."""
+    die_with_parent()
+    place = find_place()
+    log = _open_log(place)
+    _prepare(place, log)
+    script = sys.argv[1]
+    sys.argv = sys.argv[1:]
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.10 has no such flag
+        sys.path[0] = os.path.dirname(os.path.realpath(script))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit:
+        raise
+    except BaseException as error:
+        _report(error, place, log)
+        # Threads and exit handlers of a script that has failed may hang, and everybody else would wait.
+        faulthandler.dump_traceback_later(LONGEST_EXIT_S, exit=True, file=log)
+        sys.exit(1)
+
+
+def die_with_parent() -> None:
+    """From now on the kernel kills this process when its parent ends, however that happens."""
+    parent = int(os.environ.pop(PARENT_VARIABLE))
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the kernel had been told
+        os._exit(1)
+
+
+def _open_log(place: Place) -> io.TextIOBase:
+    """Where stacks and tracebacks go: past the pipe, so that the supervisor decides what is shown."""
+    if place.run_folder is not None:
+        with contextlib.suppress(OSError):
+            return (Path(place.run_folder) / log_name(place.rank)).open("a", buffering=1, encoding="utf-8")
+    assert isinstance(sys.stderr, io.TextIOBase)
+    return sys.stderr
+
+
+def _prepare(place: Place, log: io.TextIOBase) -> None:
+    faulthandler.enable(file=log)
+    faulthandler.register(signal.SIGUSR1, file=log)
+    os.sched_setaffinity(0, share_of_cores(place.replica, place.replicas, allowed_cores()))
+    if place.board is not None:
+        os.set_inheritable(place.board, False)
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=True)  # into a pipe, yet somebody is looking
+
+
+def _report(error: BaseException, place: Place, log: io.TextIOBase) -> None:
+    failed_at = time.time()
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    failure = Failure(
+        time=failed_at,
+        replica=place.rank,
+        kind=type(error).__name__,
+        sentence="".join(traceback.format_exception_only(type(error), error)).strip(),
+        traceback="".join(traceback.format_exception(type(error), error, trace)).rstrip(),
+        expected=isinstance(error, PacelineError),
+    )
+    if failure.expected:
+        failure = msgspec.structs.replace(failure, sentence=str(error))
+    try:
+        print(failure.text, file=log)
+        if place.run_folder is not None:
+            failure.write(Path(place.run_folder))
+    except OSError:  # a full disk: what the supervisor can read from the pipe has to do
+        print(failure.text, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

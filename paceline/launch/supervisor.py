@@ -1,0 +1,386 @@
+"""The supervisor: starts the replicas of one host, notices within milliseconds when one ends, decides what then.
+
+    a replica …                       continue          restart              stop
+    ends with code 0                  the others go on  the others go on     the others go on
+    is killed (kill -9, no memory)    the others go on  is started again     all end, 128 + signal
+    raises, or ends with a code > 0   all end with its code, its traceback on top
+
+An exception is a bug and not a fault: no policy goes on after one. Only the supervisor declares a death on the
+board, after it has waited for the process: whoever is declared dead cannot write to shared memory any more. A
+replica started again joins the others when the chief admits it; if nobody is left to admit it, all start anew on
+a fresh board, and a script that resumes goes on from its checkpoint.
+
+One thread, one selector: ends (pidfds), output (pipes) and signals (a wake-up pipe) are all descriptors, and ten
+times a second there is a look at the board. Everything that was started is gone when `run` returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+import msgspec
+
+from paceline.exchange.board import Board, HostWord, Phase, Word
+from paceline.launch.place import Place
+from paceline.launch.replica import Guard, ReplicaProcess
+from paceline.watch.display import Display, Meter, Progress
+from paceline.watch.events import STALL_S, StallWatch, innermost_frames
+from paceline.watch.run_folder import RunFolder
+
+POLICIES = ("continue", "restart", "stop")
+INTERRUPTED = 130  # exit code of a run that was asked to stop
+
+LOOK_EVERY_S = 0.1
+EVENT_EVERY_S = 1.0
+STOP_GRACE_S = 30.0  # after a request to stop
+END_GRACE_S = 5.0  # after SIGTERM
+STACK_S = 0.3  # for a replica to write its stack
+QUICK_DEATH_S = 1.0  # whoever dies this soon is started again with a delay
+MOST_DELAY_S = 30.0
+MOST_DRAINED_CHUNKS = 16
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to start on this host. `place` is replica 0's; the others differ in their number."""
+
+    script: str
+    arguments: tuple[str, ...]
+    place: Place
+    on_failure: str = "continue"
+    max_restarts: int = 10
+    shown: bool = True  # pass on what the lowest living replica prints
+    stall_s: float = STALL_S
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    exit_code: int
+    steps: int
+    seconds: float
+    samples_per_second: float
+    deaths: int
+    restarts: int
+    loss: float | None
+
+
+class Supervisor:
+    """Runs a job until nothing is left of it.
+
+    *Rows* are the replicas of this host, as on the board; messages and files name replicas by their rank among
+    all hosts'.
+    """
+
+    def __init__(self, job: Job, folder: RunFolder, display: Display) -> None:
+        self._job = job
+        self._folder = folder
+        self._display = display
+        self._board = Board.create(job.place.replicas, supervised=True)
+        self._living: dict[int, ReplicaProcess] = {}
+        self._finished: set[int] = set()  # took part until their good end
+        self._due: dict[int, float] = {}  # when to start a row again
+        self._joining: set[int] = set()  # started again, not yet admitted
+        self._quick_deaths: dict[int, int] = {}
+        self._shown: int | None = 0 if job.shown else None
+        self._deaths = self._restarts = 0
+        self._exit_code: int | None = None  # known once the run is ending
+        self._stop_requested = False
+        self._kill_at: float | None = None
+        self._last_signal = 0
+        self._meter = Meter()
+        self._progress = Progress()
+        self._next_event_at = 0.0
+        self._stalls = StallWatch(job.stall_s)
+        self._stack: tuple[float, ReplicaProcess, int] | None = None
+        self._selector = selectors.DefaultSelector()
+
+    def run(self) -> Outcome:
+        """Start everything and return when all of it has ended."""
+        began = time.monotonic()
+        # The guard comes first: forked later, it would hold open what belongs to the supervisor.
+        with contextlib.closing(Guard()) as self._guard, signals_as_bytes() as self._signals:
+            self._selector.register(self._signals, selectors.EVENT_READ, self._on_signal)
+            try:
+                for row in range(self._job.place.replicas):
+                    self._start(row)
+                while self._living or self._due:
+                    for key, _ in self._selector.select(LOOK_EVERY_S):
+                        cast(Callable[[], None], key.data)()
+                    self._look()
+            finally:
+                for replica in list(self._living.values()):
+                    self._drop(replica)
+                self._selector.close()
+        outcome = Outcome(
+            exit_code=self._final_exit_code(),
+            steps=self._progress.step,
+            seconds=round(time.monotonic() - began, 3),
+            samples_per_second=round(self._meter.overall_samples_per_s, 1),
+            deaths=self._deaths,
+            restarts=self._restarts,
+            loss=self._progress.loss,
+        )
+        self._event("ended", **msgspec.to_builtins(outcome))
+        return outcome
+
+    def _final_exit_code(self) -> int:
+        if self._exit_code is not None:
+            return self._exit_code
+        return 0 if self._finished else 128 + self._last_signal
+
+    # ── processes ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _start(self, row: int) -> None:
+        again = self._board.get(row, Word.INCARNATION) > 1
+        if again:
+            self._board.declare_started_again(row)
+            self._joining.add(row)
+        self._board.enter(row, Phase.STARTING)
+        place = msgspec.structs.replace(self._job.place, replica=row, board=self._board.descriptor, restarted=again)
+        log = self._folder.open_log(place.rank)
+        replica = ReplicaProcess(self._job.script, self._job.arguments, place, log, self._guard)
+        self._living[row] = replica
+        self._selector.register(replica.pidfd, selectors.EVENT_READ, partial(self._on_end, replica))
+        for descriptor in (replica.stdout, replica.stderr):
+            self._selector.register(descriptor, selectors.EVENT_READ, partial(self._on_output, replica, descriptor))
+        self._event("restarted" if again else "started", replica=replica.rank, pid=replica.pid)
+
+    def _on_output(self, replica: ReplicaProcess, descriptor: int) -> bool:
+        """Pass on what there is to read; whether more may come."""
+        if self._living.get(replica.row) is not replica:
+            return False
+        data = replica.read(descriptor)
+        if data is None:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(descriptor)
+        elif data and replica.row == self._shown:
+            self._display.pass_on(data, error=descriptor == replica.stderr)
+        return bool(data)
+
+    def _on_end(self, replica: ReplicaProcess) -> None:
+        row = replica.row
+        if self._living.get(row) is not replica:
+            return
+        took_part = self._board.alive(row)
+        step = self._board.get(row, Word.STEP)
+        code = self._drop(replica)
+        if took_part and code in (0, INTERRUPTED):
+            self._finished.add(row)
+        if code < 0 and not self._folder.has_failure(replica.rank):  # torch may crash on the way out of a failure
+            self._on_death(replica, signal.Signals(-code), step)
+        elif code != 0 and not (self._stop_requested and code == INTERRUPTED):
+            self._on_failure(replica, code, step)
+        else:
+            self._event("finished", replica=replica.rank, code=code, step=step)
+            self._release_latecomers()
+
+    def _drop(self, replica: ReplicaProcess) -> int:
+        """End a replica and everything it spawned, read the last of its output, declare it ended."""
+        replica.send(signal.SIGKILL)
+        for descriptor in (replica.stdout, replica.stderr):
+            for _ in range(MOST_DRAINED_CHUNKS):
+                if not self._on_output(replica, descriptor):
+                    break
+        for descriptor in (replica.pidfd, replica.stdout, replica.stderr):
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(descriptor)
+        code = replica.reap()
+        del self._living[replica.row]
+        self._joining.discard(replica.row)
+        self._board.declare_ended(replica.row)
+        return code
+
+    # ── deaths, failures, stops ──────────────────────────────────────────────────────────────────────────
+
+    def _on_death(self, replica: ReplicaProcess, number: signal.Signals, step: int) -> None:
+        self._event("died", replica=replica.rank, signal=number.name, step=step)
+        if self._exit_code is not None:
+            return  # most likely our own doing
+        self._deaths += 1
+        self._last_signal = number
+        what = f"replica {replica.rank} was killed by {number.name} {_at(step)}"
+        if replica.row == self._shown:
+            self._shown = min(self._living, default=None)
+        if self._job.on_failure == "stop":
+            self._say(f"{what}; the run ends" if self._living else what)
+            self._end(128 + number)
+        elif self._job.on_failure == "restart" and self._restarts < self._job.max_restarts:
+            self._say(f"{what}; {self._start_again(replica)}")
+        elif self._living or self._finished:
+            self._say(f"{what}; {self._who_goes_on()}")
+            self._release_latecomers()
+        else:
+            self._say(f"{what}; no replica is left")
+
+    def _who_goes_on(self) -> str:
+        count = len(self._living)
+        used_up = "all restarts are used up, " if self._job.on_failure == "restart" else ""
+        return f"{used_up}{count} {'replica goes' if count == 1 else 'replicas go'} on"
+
+    def _start_again(self, replica: ReplicaProcess) -> str:
+        """Arrange for a new process in that row, and say so."""
+        if self._finished and not self._anybody_takes_part():
+            self._release_latecomers()
+            return "the others have finished"
+        row = replica.row
+        quick = time.monotonic() - replica.started_at < QUICK_DEATH_S
+        self._quick_deaths[row] = self._quick_deaths.get(row, 0) + 1 if quick else 0
+        delay_s = min(MOST_DELAY_S, 2.0 ** (self._quick_deaths[row] - 2)) if quick else 0.0
+        when = time.monotonic() + delay_s
+        self._restarts += 1
+        soon = f" in {delay_s:g} s" if delay_s else ""
+        counted = f"({self._restarts} of at most {self._job.max_restarts} times)"
+        if self._anybody_takes_part():
+            self._due[row] = when
+            return f"it is started again{soon} {counted}"
+        for other in list(self._living.values()):
+            self._drop(other)
+        os.close(self._board.descriptor)
+        self._board = Board.create(self._job.place.replicas, supervised=True)
+        self._due = dict.fromkeys(range(self._job.place.replicas), when)
+        self._shown = 0 if self._job.shown else None
+        return f"no replica is left, all start anew{soon} {counted}"
+
+    def _anybody_takes_part(self) -> bool:
+        return any(self._board.alive(row) for row in self._living)
+
+    def _release_latecomers(self) -> None:
+        """When all who took part have ended, nobody will admit those that were started again."""
+        if self._finished and not self._anybody_takes_part():
+            self._due.clear()
+            for replica in list(self._living.values()):
+                self._drop(replica)
+
+    def _on_failure(self, replica: ReplicaProcess, code: int, step: int) -> None:
+        if self._exit_code is not None and not self._stop_requested:
+            return  # it fails because another one has failed before
+        first = self._folder.first_failure()
+        rank = replica.rank if first is None else first.replica
+        if first is None:
+            what = f"replica {rank} ended with code {code} {_at(step)}"
+            report = replica.last_errors if replica.row != self._shown else ""
+        else:
+            code = 1
+            what = f"replica {rank} failed {_at(self._board.get(rank - self._job.place.rank, Word.STEP))}"
+            report = first.text
+        self._shown = None
+        self._say(f"{what}:\n{report.rstrip()}" if report else what)
+        self._event("failed", replica=rank, code=code, step=step, kind=first.kind if first else None)
+        self._stop_requested = False
+        self._exit_code = None
+        self._end(code)
+
+    def _end(self, exit_code: int) -> None:
+        """End all replicas: ask first, kill after a while."""
+        self._exit_code = exit_code
+        self._due.clear()
+        self._kill_at = time.monotonic() + END_GRACE_S
+        for replica in self._living.values():
+            replica.send(signal.SIGTERM)
+
+    def _on_signal(self) -> None:
+        for number in os.read(self._signals, 64):
+            if self._exit_code is not None or number == signal.SIGQUIT:
+                self._exit_code = self._exit_code or 128 + number
+                self._kill_at = time.monotonic()
+                self._due.clear()
+                continue
+            self._exit_code = INTERRUPTED
+            self._stop_requested = True
+            self._due.clear()
+            self._kill_at = time.monotonic() + STOP_GRACE_S
+            self._board.host_set(HostWord.STOP_REQUESTED, 1)
+            self._event("stopped", signal=signal.Signals(number).name, step=self._progress.step)
+            self._say("stopping after this step; Ctrl-C again ends at once")
+
+    # ── the regular look ─────────────────────────────────────────────────────────────────────────────────
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if self._kill_at is not None and now >= self._kill_at:
+            for replica in self._living.values():
+                replica.send(signal.SIGKILL)
+        for row in [row for row, when in self._due.items() if now >= when]:
+            del self._due[row]
+            self._start(row)
+        self._look_at_progress(now)
+        for row in [row for row in self._joining if self._board.alive(row)]:
+            self._joining.discard(row)
+            rank, step = self._job.place.rank + row, self._board.get(row, Word.STEP)
+            self._say(f"replica {rank} takes part again")
+            self._event("joined", replica=rank, step=step)
+        self._look_for_stalls(now)
+
+    def _look_at_progress(self, now: float) -> None:
+        rows = [row for row in range(self._board.replicas) if self._board.alive(row) or row in self._finished]
+        if not rows:
+            return
+        self._progress = self._meter.read(self._board, rows, self._job.place.rank)
+        self._display.show(self._progress)
+        if self._progress.step and now >= self._next_event_at:
+            self._next_event_at = now + EVENT_EVERY_S
+            self._event(
+                "step",
+                step=self._progress.step,
+                total_steps=self._progress.total_steps,
+                loss=self._progress.loss,
+                samples_per_second=round(self._progress.samples_per_s, 1),
+            )
+
+    def _look_for_stalls(self, now: float) -> None:
+        if self._stack is not None and now >= self._stack[0]:
+            _, replica, log_end = self._stack
+            self._stack = None
+            if frames := innermost_frames(replica.stack_since(log_end)):
+                self._say(f"replica {replica.rank} stands at\n" + "\n".join(f"  {frame}" for frame in frames))
+        stall = self._stalls.look(self._board, self._living)
+        if stall is None:
+            return
+        first = self._job.place.rank
+        busy = [first + row for row in stall.busy]
+        self._event("stalled", waiting=[first + row for row in stall.waiting], waited_for=busy)
+        names = ", ".join(f"replica {rank}" for rank in busy) or "nobody: all of them wait"
+        self._say(f"a wait has taken {stall.waited_s:.0f} s: {self._board.who_waits()}; waited for: {names}")
+        for row in reversed(stall.busy):  # the stack of the first is shown, all are in the logs
+            log_end = self._living[row].ask_for_stack()
+            self._stack = None if log_end is None else (now + STACK_S, self._living[row], log_end)
+
+    def _say(self, line: str) -> None:
+        self._display.say(f"paceline: {line}")
+
+    def _event(self, event: str, **fields: object) -> None:
+        self._folder.events.write(event, **fields)
+
+
+def _at(step: int) -> str:
+    return f"at step {step}" if step else "before its first step"
+
+
+@contextlib.contextmanager
+def signals_as_bytes() -> Iterator[int]:
+    """A descriptor from which the requests to stop can be read, one byte a signal."""
+    wanted = [signal.SIGINT, signal.SIGTERM, signal.SIGQUIT]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup asks to outlive the terminal
+        wanted.append(signal.SIGHUP)
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    before = {number: signal.signal(number, lambda number, frame: None) for number in wanted}
+    previous = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    try:
+        yield reading
+    finally:
+        signal.set_wakeup_fd(previous)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(writing)
+        os.close(reading)

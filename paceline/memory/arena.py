@@ -1,0 +1,95 @@
+"""An arena: one shared segment of memory, seen by every process of a host.
+
+It is anonymous (`memfd_create`): it has no name in any folder, no limit but the machine's memory (a container's
+small /dev/shm does not matter), and the kernel frees it when the last process that maps it has ended, however it
+ended. Another process opens it through the descriptor of one that holds it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from paceline.errors import ArenaError
+
+
+class Arena:
+    """A mapped shared segment, and typed views of it."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self.descriptor = descriptor
+        self._bytes = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+
+    @classmethod
+    def create(cls, size: int, what: str) -> Arena:
+        """A new segment of zeros. Its pages are reserved now: full memory is an error here, not a crash later."""
+        free = free_memory()
+        if size > free:
+            raise ArenaError(_too_large(size, free, what))
+        descriptor = os.memfd_create("paceline-arena", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:
+            os.close(descriptor)
+            raise ArenaError(_too_large(size, free, what)) from error
+        return cls(descriptor, size)
+
+    @classmethod
+    def attach(cls, process: int, descriptor: int) -> Arena:
+        """The segment that process number `process` holds open as `descriptor`."""
+        try:
+            own = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise ArenaError(
+                f"the shared memory of process {process} cannot be opened ({error.strerror}): "
+                "replicas of one host must run as one user and see one another's processes"
+            ) from error
+        return cls(own, os.fstat(own).st_size)
+
+    @property
+    def size(self) -> int:
+        return self._bytes.numel()
+
+    def view(self, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """A tensor that is these bytes of the segment."""
+        elements = 1
+        for extent in shape:
+            elements *= extent
+        return self._bytes[offset : offset + elements * dtype.itemsize].view(dtype).view(tuple(shape))
+
+    def close(self) -> None:
+        """Give the descriptor back. The memory itself goes with the last view of it."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+def _too_large(size: int, free: int, what: str) -> str:
+    return (
+        f"shared memory for {what} needs {_mib(size)} and {_mib(free)} is free: "
+        "use fewer replicas, a smaller model, or a machine with more memory"
+    )
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB"
+
+
+def free_memory() -> int:
+    """Bytes that can still be had: of the machine, or of the control group if that is less."""
+    free = 0
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            free = min(free, int(limit) - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):
+        pass  # no control group, or one of another version: the machine's own figure stands
+    return free

@@ -1,0 +1,173 @@
+"""The arena of one model on one host: one copy of the parameters, a gradient slot a replica, one optimizer state.
+
+description   the model's slots as JSON, so that a replica with another model is told what differs
+parameters    one copy; every replica's model points here
+gradients     one flat buffer a replica
+sums          (several hosts) the gradient summed over all hosts
+states        optimizer state, a block a chunk
+undo          a replica's copy of the one chunk (parameters, then state block) it is updating
+norms         (chunk) squared gradient norm
+touched       (replica, parameter) 1 if this replica's step produced a gradient for it
+scratch       (parity, replica) contributions to small sums: batch statistics, evaluation
+notes         what a replica that joins needs to know, as JSON
+buffers       the model's buffers, for a replica that joins
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.errors import ArenaError
+from paceline.memory.arena import Arena
+from paceline.memory.layout import Chunk, Layout, Slot, aligned
+
+NOTES_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What an arena must hold, beside the layout. Every replica works it out for itself and gets the same."""
+
+    replicas: int
+    state_blocks: tuple[int, ...]  # bytes of optimizer state, by chunk
+    scratch_bytes: int
+    buffer_bytes: int
+    several_hosts: bool
+
+
+class ModelArena:
+    """Typed views of one model's arena."""
+
+    def __init__(self, arena: Arena, layout: Layout, sizes: Sizes) -> None:
+        self.arena = arena
+        self.layout = layout
+        regions, total = _regions(layout, sizes)
+        if arena.size != total:
+            raise ArenaError(
+                f"the arena has {arena.size} bytes and this replica's model needs {total}: "
+                "all replicas must build the same model and optimizer"
+            )
+        view, count, trained = arena.view, sizes.replicas, layout.trained_bytes
+        byte = torch.uint8
+        self._description = view(regions["description"], byte, [_description_bytes(layout)])
+        self.parameters = view(regions["parameters"], byte, [layout.bytes])
+        self.gradients = [view(regions["gradients"] + r * trained, byte, [trained]) for r in range(count)]
+        self.sums = view(regions["sums"], byte, [trained if sizes.several_hosts else 0])
+        self._states = view(regions["states"], byte, [sum(sizes.state_blocks)])
+        undo = _undo_bytes(layout, sizes)
+        self._undo = [view(regions["undo"] + r * undo, byte, [undo]) for r in range(count)]
+        self.norms = view(regions["norms"], torch.float64, [len(layout.chunks)])
+        self.updated = view(regions["updated"], torch.int64, [len(layout.chunks)])
+        self.touched = view(regions["touched"], byte, [count, len(layout.slots)])
+        self._scratch = view(regions["scratch"], byte, [2, count, sizes.scratch_bytes])
+        self._notes = view(regions["notes"], byte, [NOTES_BYTES])
+        self.buffers = view(regions["buffers"], byte, [sizes.buffer_bytes])
+        self._block_starts = [0]
+        for size in sizes.state_blocks:
+            self._block_starts.append(self._block_starts[-1] + size)
+
+    @classmethod
+    def create(cls, layout: Layout, sizes: Sizes) -> ModelArena:
+        _, total = _regions(layout, sizes)
+        what = f"{sizes.replicas} replicas of a model of {layout.bytes / 2**20:,.1f} MiB"
+        model_arena = cls(Arena.create(total, what), layout, sizes)
+        model_arena._description.copy_(_as_bytes(_description(layout)))
+        return model_arena
+
+    @staticmethod
+    def described(arena: Arena) -> list[list[Any]]:
+        """The slots of whoever made this arena: can be read before one's own sizes are known to fit."""
+        length = int(arena.view(0, torch.int64, [1]).item())
+        return json.loads(bytes(arena.view(8, torch.uint8, [length]).numpy()))  # type: ignore[no-any-return]
+
+    # ── views ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def parameter(self, slot: Slot) -> torch.Tensor:
+        return self._typed(self.parameters, slot)
+
+    def gradient(self, replica: int, slot: Slot) -> torch.Tensor:
+        return self._typed(self.gradients[replica], slot)
+
+    def chunk_of(self, flat: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+        """The chunk's range of a flat buffer, in the chunk's type."""
+        return flat[chunk.start : chunk.stop].view(chunk.dtype)
+
+    def state_block(self, number: int) -> torch.Tensor:
+        """Optimizer state of chunk `number`, as bytes."""
+        return self._states[self._block_starts[number] : self._block_starts[number + 1]]
+
+    def undo(self, replica: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where `replica` keeps its copy of chunk `number`: of the parameters, of the state block."""
+        chunk_bytes = self.layout.chunks[number].bytes
+        space = self._undo[replica]
+        start = aligned(chunk_bytes)
+        return space[:chunk_bytes], space[start : start + self.state_block(number).numel()]
+
+    def scratch(self, parity: int, replica: int, like: torch.Tensor) -> torch.Tensor:
+        """Where `replica` leaves its contribution to a small sum."""
+        size = like.numel() * like.dtype.itemsize
+        return self._scratch[parity, replica, :size].view(like.dtype)
+
+    @staticmethod
+    def _typed(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
+        return flat[slot.offset : slot.offset + slot.bytes].view(slot.dtype).view(slot.shape)
+
+    # ── notes ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def write_notes(self, notes: dict[str, Any]) -> None:
+        text = _as_bytes(json.dumps(notes).encode())
+        if text.numel() > NOTES_BYTES:
+            raise ArenaError(f"the notes for a joining replica take {text.numel()} bytes: {NOTES_BYTES} fit")
+        self._notes[: text.numel()] = text
+
+    def read_notes(self) -> dict[str, Any]:
+        length = int(self._notes[:8].view(torch.int64).item())
+        return json.loads(bytes(self._notes[8 : 8 + length].numpy()))  # type: ignore[no-any-return]
+
+
+def _description(layout: Layout) -> bytes:
+    return json.dumps(layout.describe()).encode()
+
+
+def _description_bytes(layout: Layout) -> int:
+    return 8 + len(_description(layout))
+
+
+def _as_bytes(text: bytes) -> torch.Tensor:
+    """Length, then the text."""
+    return torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
+
+
+def _undo_bytes(layout: Layout, sizes: Sizes) -> int:
+    need = [aligned(chunk.bytes) + block for chunk, block in zip(layout.chunks, sizes.state_blocks, strict=True)]
+    return aligned(max(need, default=0))
+
+
+def _regions(layout: Layout, sizes: Sizes) -> tuple[dict[str, int], int]:
+    trained, count = layout.trained_bytes, sizes.replicas
+    lengths: Sequence[tuple[str, int]] = (
+        ("description", _description_bytes(layout)),
+        ("parameters", layout.bytes),
+        ("gradients", count * trained),
+        ("sums", trained if sizes.several_hosts else 0),
+        ("states", sum(sizes.state_blocks)),
+        ("undo", count * _undo_bytes(layout, sizes)),
+        ("norms", 8 * len(layout.chunks)),
+        ("updated", 8 * len(layout.chunks)),
+        ("touched", count * len(layout.slots)),
+        ("scratch", 2 * count * sizes.scratch_bytes),
+        ("notes", NOTES_BYTES),
+        ("buffers", sizes.buffer_bytes),
+    )
+    regions: dict[str, int] = {}
+    offset = 0
+    for name, length in lengths:
+        regions[name] = offset
+        # Pages, so that no two regions share one: neighbours do not slow each other down.
+        offset = -(-(offset + length) // 4096) * 4096
+    return regions, offset

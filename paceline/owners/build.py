@@ -1,0 +1,186 @@
+"""How the replicas of a host come to share one model.
+
+The first of them makes the arena and copies its parameters in; the others compare theirs with it, bit by bit, and
+then let go of their own copy. A replica that was started again takes what it finds.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.errors import ModelError
+from paceline.exchange.board import Board, Kind, MemberLost, Members, Phase, Word
+from paceline.memory import Arena, Layout, ModelArena
+from paceline.memory.layout import aligned
+from paceline.memory.model_arena import Sizes
+from paceline.owners.models import buffers_of, grouped_parameters
+from paceline.owners.state import StateLayout, needs_whole_tensors
+
+SMALLEST_SCRATCH_BYTES = 4096
+
+
+class SharedModel:
+    """A model whose parameters lie in an arena, with everything known that owners need."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, board: Board, replica: int, *, several_hosts: bool
+    ) -> None:
+        named = grouped_parameters(model, optimizer)
+        _refuse_unshareable(named)
+        self.layout = Layout.plan(named, owners=board.replicas, whole_tensors=needs_whole_tensors(optimizer))
+        by_name = {name: parameter for name, parameter, _ in named}
+        self.parameters = [by_name[slot.name] for slot in self.layout.slots]
+        self.buffers = buffers_of(model)
+        self._users_state = {
+            number: dict(optimizer.state[parameter])
+            for number, parameter in enumerate(self.parameters)
+            if optimizer.state.get(parameter)
+        }
+        self.states = StateLayout(optimizer, self.layout, self._users_state)
+        self._sizes = Sizes(
+            replicas=board.replicas,
+            state_blocks=tuple(self.states.block_bytes),
+            scratch_bytes=_scratch_bytes(model),
+            buffer_bytes=sum(aligned(buffer.nbytes) for buffer in self.buffers),
+            several_hosts=several_hosts,
+        )
+        self._board = board
+        self._replica = replica
+        self.arena: ModelArena
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        return [p for slot, p in zip(self.layout.slots, self.parameters, strict=True) if slot.group is not None]
+
+    @property
+    def users_state(self) -> dict[int, dict[str, Any]]:
+        """What the user's optimizer held before training, by slot."""
+        return self._users_state
+
+    def share(self, number: int, members: Members, timeout_s: float) -> None:
+        """One try to have arena `number` in common; `MemberLost` if somebody dies meanwhile."""
+        board = self._board
+        board.work_on(members, Kind.BUILD, Phase.STARTING)
+        if not hasattr(self, "arena"):
+            if members.chief == self._replica and board.arena_holder(number) is None:
+                self._create()
+                board.hold_arena(self._replica, number, self.arena.arena.descriptor)
+            else:
+                self.attach(number, members.chief, timeout_s, compare=True)
+        board.arrive(members)
+        board.await_arrivals(members, Phase.AWAITING_ARENA, timeout_s)
+
+    def attach(self, number: int, chief: int, timeout_s: float, *, compare: bool) -> None:
+        """Take part in the arena that a living replica holds, or that the chief is about to make."""
+        board = self._board
+
+        def ready() -> bool:
+            alive = board.alive(chief)
+            if board.arena_holder(number) is not None:
+                return True
+            if not alive:
+                raise MemberLost
+            return False
+
+        board.wait(self._replica, Phase.AWAITING_ARENA, ready, timeout_s)
+        held = board.arena_holder(number)
+        if held is None:
+            raise MemberLost
+        holder, process, descriptor = held
+        arena = Arena.attach(process, descriptor)
+        _compare_descriptions(self.layout.describe(), ModelArena.described(arena), self._replica, holder)
+        self.arena = ModelArena(arena, self.layout, self._sizes)
+        if compare:
+            self._compare_values(holder)
+        self._point_to_arena()
+        board.hold_arena(self._replica, number, arena.descriptor)
+
+    def _create(self) -> None:
+        self.arena = ModelArena.create(self.layout, self._sizes)
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            self.arena.parameter(slot).copy_(parameter.detach())
+        self._point_to_arena()
+
+    def _point_to_arena(self) -> None:
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            parameter.data = self.arena.parameter(slot)
+
+    def _compare_values(self, holder: int) -> None:
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            theirs, mine = self.arena.parameter(slot), parameter.detach()
+            if not torch.equal(theirs, mine) and not torch.equal(theirs.isnan(), mine.isnan()):
+                raise ModelError("model", slot.name, "it holds NaN in one replica only")
+            if not torch.equal(theirs.nan_to_num(), mine.nan_to_num()):
+                difference = (theirs - mine).abs().max().item()
+                raise ModelError(
+                    "model",
+                    slot.name,
+                    f"this parameter differs between replica {holder} and {self._replica} by {difference:g} at "
+                    "the start; set the same seed in every process before the model is made",
+                )
+
+    # ── buffers, for a replica that joins ────────────────────────────────────────────────────────────────
+
+    def publish_buffers(self) -> None:
+        for place, buffer in self._buffer_places():
+            place.copy_(buffer)
+
+    def take_buffers(self) -> None:
+        for place, buffer in self._buffer_places():
+            buffer.copy_(place)
+
+    def _buffer_places(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        places, offset = [], 0
+        for buffer in self.buffers:
+            place = self.arena.buffers[offset : offset + buffer.nbytes].view(buffer.dtype).view(buffer.shape)
+            places.append((place, buffer))
+            offset = aligned(offset + buffer.nbytes)
+        return places
+
+
+def announce(board: Board, replica: int) -> None:
+    """This process now runs in row `replica`."""
+    if board.get(replica, Word.PID) != os.getpid():
+        board.set(replica, Word.PID, os.getpid())
+        for word in (Word.OP, Word.ARENAS):
+            board.set(replica, word, 0)
+    board.enter(replica, Phase.STARTING)
+
+
+def _refuse_unshareable(named: Sequence[tuple[str, nn.Parameter, int | None]]) -> None:
+    for name, parameter, _ in named:
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ModelError("model", name, "it has no shape yet; run one batch through the model first")
+        if parameter.device.type != "cpu":
+            raise ModelError("model", name, f"it is on {parameter.device}; shared memory takes CPU tensors")
+
+
+def _scratch_bytes(model: nn.Module) -> int:
+    """Room for the statistics of the widest BatchNorm: two sums and a count, in float64."""
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    widest = max((module.num_features for module in norms), default=0)
+    return max(SMALLEST_SCRATCH_BYTES, aligned((2 * widest + 1) * 8))
+
+
+def _compare_descriptions(mine: list[list[Any]], theirs: list[list[Any]], replica: int, holder: int) -> None:
+    if mine == theirs:
+        return
+    for own, other in zip(mine, theirs, strict=False):
+        if own != other:
+            raise ModelError(
+                "model",
+                own[0],
+                f"replica {replica} has it as {own[1:3]} and replica {holder} has {other[0]!r} as {other[1:3]}; "
+                "build the same model and optimizer in every process",
+            )
+    raise ModelError(
+        "model",
+        f"{len(mine)} parameters",
+        f"replica {holder} has {len(theirs)}; build the same model in every process",
+    )

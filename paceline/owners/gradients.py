@@ -1,0 +1,87 @@
+"""Gradients on their way from backward into the arena.
+
+A hook copies every gradient into this replica's flat buffer the moment backward has finished it, while it is
+still in the cache, and gives its memory back. A buffer always holds a valid contribution: what a parameter left
+there in an earlier step is zeroed when a step does not use that parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from paceline.memory import ModelArena
+
+
+class GradientCollector:
+    """Collects the gradients of one replica's step into its flat buffer."""
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        arena: ModelArena,
+        replica: int,
+        landed: Callable[[int], None] | None = None,
+    ) -> None:
+        """`parameters`: the trained ones, in the order of the arena's slots. `landed(slot)` is called when a
+        slot's gradient has landed to which this step will not add any more."""
+        self._parameters = parameters
+        self._views = [arena.gradient(replica, arena.layout.slots[i]) for i in range(len(parameters))]
+        self._touched = arena.touched[replica]
+        self._seen = [False] * len(parameters)
+        self._dirty = [False] * len(parameters)
+        self._landed = landed
+        self._last_pass = True
+        self._collecting = False
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._hook(slot))  # type: ignore[no-untyped-call]
+            for slot, parameter in enumerate(parameters)
+            if parameter.requires_grad
+        ]
+
+    def _hook(self, slot: int) -> Callable[[torch.Tensor], None]:
+        def collect(parameter: torch.Tensor) -> None:
+            if self._collecting:
+                self._collect(slot, parameter)
+
+        return collect
+
+    def begin(self) -> None:
+        """A step begins: whatever backward produces from now on belongs to it."""
+        self._seen = [False] * len(self._parameters)
+        self._collecting = True
+
+    def last_pass(self, is_last: bool) -> None:
+        """Whether the coming backward is the step's last one: then what lands is complete."""
+        self._last_pass = is_last
+
+    def _collect(self, slot: int, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        view = self._views[slot]
+        if self._seen[slot]:
+            view.add_(gradient)
+        elif gradient.layout is torch.strided:
+            view.copy_(gradient)
+        else:
+            view.zero_().add_(gradient)
+        parameter.grad = None
+        self._seen[slot] = self._dirty[slot] = True
+        if self._landed is not None and self._last_pass:
+            self._landed(slot)
+
+    def finish(self) -> None:
+        """The step's backward is over: settle the parameters it did not use."""
+        self._collecting = False
+        for slot, parameter in enumerate(self._parameters):
+            if parameter.grad is not None:  # was frozen when training began, and has no hook
+                self._collect(slot, parameter)
+            if not self._seen[slot] and self._dirty[slot]:
+                self._views[slot].zero_()
+                self._dirty[slot] = False
+        self._touched[: len(self._seen)] = torch.tensor(self._seen, dtype=torch.uint8)
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()

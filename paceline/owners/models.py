@@ -1,0 +1,47 @@
+"""A user's model, as owners see it: named parameters, their optimizer groups, its buffers."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.errors import ModelError
+
+
+def own_state(model: nn.Module) -> nn.Module:
+    """The module whose state_dict has the user's own keys: a compiled model wraps it."""
+    inner = getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def parameter_names(model: nn.Module) -> dict[torch.Tensor, str]:
+    """Names by parameter. A tied parameter has the first of its names."""
+    return {parameter: name for name, parameter in own_state(model).named_parameters()}
+
+
+def grouped_parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, nn.Parameter, int | None]]:
+    """`(name, parameter, optimizer group)` in the order of registration; group None: not trained.
+
+    The optimizer must hold parameters of this model only.
+    """
+    names = parameter_names(model)
+    groups: dict[torch.Tensor, int] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise ModelError(
+                    "optimizer",
+                    type(optimizer).__name__,
+                    f"it holds a parameter of shape {tuple(parameter.shape)} that is not the model's; "
+                    "make it from model.parameters()",
+                )
+            groups[parameter] = number
+    if not groups:
+        raise ModelError("optimizer", type(optimizer).__name__, "it holds no parameters; give it some to train")
+    return [(name, parameter, groups.get(parameter)) for name, parameter in own_state(model).named_parameters()]
+
+
+def buffers_of(model: nn.Module) -> list[torch.Tensor]:
+    """Every buffer a forward may change, counters included."""
+    return list(own_state(model).buffers())

@@ -1,0 +1,177 @@
+"""An owner: sums the gradients of its shard and updates it, and takes over from an owner that died.
+
+The work goes chunk by chunk, about a megabyte each, which stays in the cache:
+
+    copy the chunk (parameters, state) to the undo space → note the chunk on the board
+    → sum its gradients → optimizer → mark it updated → clear the note
+
+Whoever is killed in between leaves a note. The lowest-ranked survivor puts the noted chunk back as it was, updates
+every chunk of the dead owner's shard that is not marked, and reports in its place. It may be killed as well: the
+next one finds its note, and goes on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from paceline.exchange.board import Board, Members, Phase, Word
+from paceline.memory import ModelArena, assign
+from paceline.owners.optimizer import ShardOptimizer
+
+
+class Owner:
+    """The owner's side of one replica."""
+
+    def __init__(
+        self,
+        board: Board,
+        arena: ModelArena,
+        optimizer: ShardOptimizer,
+        replica: int,
+        timeout_s: float,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        self._board = board
+        self._arena = arena
+        self._optimizer = optimizer
+        self._replica = replica
+        self._timeout_s = timeout_s
+        self._bucket_bytes = bucket_bytes
+        self._ranks: tuple[int, ...] = ()
+        self._shards: dict[int, list[list[int]]] = {}
+        self._touched: list[int] = []
+        largest = max((chunk.bytes for chunk in arena.layout.chunks), default=0)
+        self._buffer = torch.empty(largest, dtype=torch.uint8)
+
+    # ── shards ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def divide(self, ranks: tuple[int, ...]) -> None:
+        """Divide the chunks among these owners. All the state is in the arena, so a shard just changes hands."""
+        if ranks == self._ranks:
+            return
+        self._ranks = ranks
+        shards = assign(self._arena.layout.chunks, len(ranks), self._bucket_bytes)
+        self._shards = dict(zip(ranks, shards, strict=True))
+        self._optimizer.forget()
+
+    def buckets(self, rank: int) -> list[list[int]]:
+        """The chunks of `rank`'s shard, by bucket."""
+        return self._shards[rank]
+
+    def chunks(self, rank: int) -> list[int]:
+        return [number for bucket in self._shards[rank] for number in bucket]
+
+    # ── a step ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self, touched: torch.Tensor) -> None:
+        """All gradients of a step are there. `touched`: by slot, whether anybody has one."""
+        self._touched = touched.tolist()
+        self._optimizer.refresh_options()
+
+    def norm(self, members: Members) -> float:
+        """Length of the whole gradient. Summed by chunk in fixed order: the same bits whoever owns what."""
+
+        def measure(number: int) -> None:
+            gradient = self.gradient(members, number)
+            self._arena.norms[number] = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+
+        self._work(members, Word.NORMED, measure)
+        return math.sqrt(self._arena.norms.sum().item())
+
+    def update(self, members: Members, scale: float) -> None:
+        """Apply the step: this owner's shard, and those of owners that die meanwhile."""
+        updated = self._arena.updated
+        alone = len(members.ranks) == 1
+
+        def work(number: int) -> None:
+            if alone:
+                self._optimizer.update(number, self.gradient(members, number, scale), self._touched)
+                return
+            if updated[number] == members.op:
+                return
+            parameters, block = self._bytes(number)
+            kept_parameters, kept_block = self._arena.undo(self._replica, number)
+            kept_parameters.copy_(parameters)
+            kept_block.copy_(block)
+            self._board.set(self._replica, Word.UNDO, number + 1)
+            self._optimizer.update(number, self.gradient(members, number, scale), self._touched)
+            updated[number] = members.op
+            self._board.set(self._replica, Word.UNDO, 0)
+
+        self._work(members, Word.DONE, work)
+
+    def gradient(self, members: Members, number: int, scale: float = 1.0) -> torch.Tensor:
+        """The summed gradient of a chunk, in a buffer that the next call reuses; sums are at least fp32."""
+        chunk = self._arena.layout.chunks[number]
+        if self._arena.sums.numel():
+            parts = [self._arena.chunk_of(self._arena.sums, chunk)]
+        else:
+            parts = [self._arena.chunk_of(self._arena.gradients[rank], chunk) for rank in members.ranks]
+        total = self._buffer[: chunk.bytes].view(chunk.dtype)
+        sum_into(total, parts)
+        if scale != 1.0:
+            total.mul_(scale)
+        return total
+
+    # ── deaths ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def _work(self, members: Members, word: Word, work: Callable[[int], None]) -> None:
+        """Do `work` on every chunk of this owner's shard; return when all members' shards are done."""
+        board, op = self._board, members.op
+        for number in self.chunks(self._replica):
+            work(number)
+        board.set(self._replica, word, op)
+
+        def ready() -> bool:
+            for other in members.ranks:
+                alive = board.alive(other)
+                if board.get(other, word) >= op:
+                    continue
+                if alive or self._adopter(members) != self._replica:
+                    return False
+                self._put_back(members)
+                for number in self.chunks(other):
+                    work(number)
+                board.set(other, word, op)
+            return True
+
+        board.wait(self._replica, Phase.AWAITING_UPDATES, ready, self._timeout_s)
+
+    def _adopter(self, members: Members) -> int:
+        return next(rank for rank in members.ranks if self._board.alive(rank))
+
+    def _put_back(self, members: Members) -> None:
+        """Undo what dead owners had begun and not finished."""
+        for dead in members.ranks:
+            noted = self._board.get(dead, Word.UNDO) - 1
+            if self._board.alive(dead) or noted < 0:
+                continue
+            if self._arena.updated[noted] != members.op:
+                parameters, block = self._bytes(noted)
+                kept_parameters, kept_block = self._arena.undo(dead, noted)
+                parameters.copy_(kept_parameters)
+                block.copy_(kept_block)
+            self._board.set(dead, Word.UNDO, 0)
+        self._optimizer.forget()
+
+    def _bytes(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        chunk = self._arena.layout.chunks[number]
+        return self._arena.parameters[chunk.start : chunk.stop], self._arena.state_block(number)
+
+
+def sum_into(total: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    """`total` = the sum of `parts` in order; 16-bit types are added up in fp32."""
+    if len(parts) == 1:
+        total.copy_(parts[0])
+    elif total.dtype.itemsize < 4 and len(parts) > 2:
+        wide = parts[0].float()
+        for part in parts[1:]:
+            wide += part
+        total.copy_(wide)
+    else:
+        torch.add(parts[0], parts[1], out=total)
+        for part in parts[2:]:
+            total.add_(part)

@@ -1,0 +1,299 @@
+"""The progress of a run, for a person: a live table on a terminal, a plain line every few seconds elsewhere.
+
+Everything shown is read from the board, at most a few times a second, by the supervisor alone: the replicas spend
+nothing on it, and two of them never draw over one another. What the shown replica prints passes through here too,
+so that it appears above the table.
+
+Paceline's own lines go to stderr; stdout is the script's.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+from paceline.exchange.board import Board, HostWord, Phase, Word
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+MOST_ROWS = 16  # beyond, the table says how the replicas are spread
+WINDOW_S = 5.0  # speeds are means over this time
+PLAIN_EVERY_S = 5.0
+DRAW_EVERY_S = 0.25
+
+
+# ── what there is to show ────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class ReplicaTimes:
+    """One replica's latest step."""
+
+    replica: int
+    phase: Phase
+    compute_ms: float
+    wait_ms: float
+    update_ms: float
+
+    @property
+    def not_computing(self) -> float:
+        total_ms = self.compute_ms + self.wait_ms + self.update_ms
+        return (self.wait_ms + self.update_ms) / total_ms if total_ms else 0.0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands."""
+
+    step: int = 0
+    total_steps: int = 0  # 0: unknown
+    loss: float | None = None
+    samples_per_s: float = 0.0
+    left_s: float | None = None
+    replicas: tuple[ReplicaTimes, ...] = ()
+
+    def __str__(self) -> str:
+        """
+        >>> str(Progress(step=120, total_steps=500, loss=0.412, samples_per_s=5210.3, left_s=32.4))
+        'step 120/500  loss 0.412  5210 samples/s  ETA 0:32'
+        """
+        words = [f"step {self.step}/{self.total_steps}" if self.total_steps else f"step {self.step}"]
+        if self.loss is not None:
+            words.append(f"loss {self.loss:.4g}")
+        if self.samples_per_s:
+            words.append(f"{_short(self.samples_per_s)} samples/s")
+        if self.left_s is not None:
+            words.append(f"ETA {clock(self.left_s)}")
+        return "  ".join(words)
+
+
+class Meter:
+    """Reads the board and remembers enough of the last seconds to know speeds."""
+
+    def __init__(self) -> None:
+        self._recent: collections.deque[tuple[float, int, int]] = collections.deque()
+        self._before_first: tuple[float, int] | None = None  # time and samples just before training began
+        self._last = (0.0, 0)
+
+    def read(self, board: Board, rows: Sequence[int], first_rank: int = 0) -> Progress:
+        """`rows` are those that take part or have done so until the end."""
+        now = time.monotonic()
+        step = max((board.get(row, Word.STEP) for row in rows), default=0)
+        seen = max((board.get(row, Word.SAMPLES_SEEN) for row in rows), default=0)
+        if step == 0 or self._before_first is None:
+            self._before_first = (now, seen)
+        self._last = (now, seen)
+        recent = self._recent
+        if recent and step < recent[-1][1]:  # the run has been started anew
+            recent.clear()
+        recent.append((now, step, seen))
+        while recent[0][0] < now - WINDOW_S and len(recent) > 2:
+            recent.popleft()
+        then, step_then, seen_then = recent[0]
+        elapsed_s = now - then
+        steps_per_s = (step - step_then) / elapsed_s if elapsed_s else 0.0
+        total = board.host_get(HostWord.TOTAL_STEPS)
+        return Progress(
+            step=step,
+            total_steps=total,
+            loss=sum(board.get_float(row, Word.LOSS) for row in rows) if step else None,
+            samples_per_s=(seen - seen_then) / elapsed_s if elapsed_s else 0.0,
+            left_s=(total - step) / steps_per_s if total and steps_per_s and total >= step else None,
+            replicas=tuple(_times(board, row, first_rank + row) for row in rows),
+        )
+
+    @property
+    def overall_samples_per_s(self) -> float:
+        """Over the whole of the training, from before its first step to the last look."""
+        if self._before_first is None:
+            return 0.0
+        (start, seen_at_start), (end, seen) = self._before_first, self._last
+        return (seen - seen_at_start) / (end - start) if end > start else 0.0
+
+
+def _times(board: Board, row: int, replica: int) -> ReplicaTimes:
+    compute, wait, update = (board.get(row, word) / 1e6 for word in (Word.COMPUTE_NS, Word.WAIT_NS, Word.UPDATE_NS))
+    return ReplicaTimes(replica, Phase(board.get(row, Word.PHASE)), compute, wait, update)
+
+
+def clock(seconds: float) -> str:
+    """
+    >>> clock(32), clock(3723)
+    ('0:32', '1:02:03')
+    """
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def _short(number: float) -> str:
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
+
+
+# ── how it is shown ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Display(Protocol):
+    """Where the supervisor speaks."""
+
+    def say(self, line: str) -> None:
+        """Something a user has to know."""
+
+    def pass_on(self, data: bytes, *, error: bool) -> None:
+        """What the shown replica has printed."""
+
+    def show(self, progress: Progress) -> None:
+        """The latest progress; may be called as often as one likes."""
+
+    def close(self) -> None:
+        """Nothing more will come."""
+
+
+class PlainDisplay:
+    """Lines, for files, pipes and people who prefer them."""
+
+    def __init__(self, *, progress: bool = True, every_s: float = PLAIN_EVERY_S) -> None:
+        self._progress = progress
+        self._every_s = every_s
+        self._next_at = 0.0
+        self._shown_step = 0
+        self._mid_line = False
+
+    def say(self, line: str) -> None:
+        self._write(sys.stderr, ("\n" if self._mid_line else "").encode() + line.encode() + b"\n")
+        self._mid_line = False
+
+    def pass_on(self, data: bytes, *, error: bool) -> None:
+        self._write(sys.stderr if error else sys.stdout, data)
+        self._mid_line = not data.endswith(b"\n")
+
+    def show(self, progress: Progress) -> None:
+        now = time.monotonic()
+        if self._progress and progress.step != self._shown_step and now >= self._next_at:
+            self._next_at = now + self._every_s
+            self._shown_step = progress.step
+            self.say(str(progress))
+
+    def close(self) -> None:
+        if self._mid_line:
+            self._write(sys.stderr, b"\n")
+
+    @staticmethod
+    def _write(stream: TextIO, data: bytes) -> None:
+        with contextlib.suppress(OSError):  # whoever read it has gone; the training has not
+            stream.buffer.write(data)
+            stream.buffer.flush()
+
+
+class LiveDisplay:
+    """A table that stays in place on the terminal, below everything that is printed."""
+
+    def __init__(self, title: str) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._title = title
+        self._console = Console(stderr=True, highlight=False)
+        self._live = Live(
+            console=self._console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._live.start()
+        self._next_at = 0.0
+        self._unfinished = {False: b"", True: b""}
+
+    def say(self, line: str) -> None:
+        self._console.print(line, markup=False, soft_wrap=True)
+
+    def pass_on(self, data: bytes, *, error: bool) -> None:
+        if not error and not sys.stdout.isatty():
+            PlainDisplay._write(sys.stdout, data)
+            return
+        *lines, self._unfinished[error] = (self._unfinished[error] + data).split(b"\n")
+        for line in lines:
+            self._print_line(line)
+
+    def _print_line(self, line: bytes) -> None:
+        from rich.text import Text
+
+        last_state = line.rstrip(b"\r").rpartition(b"\r")[2]  # of a progress bar that draws over itself
+        self._console.print(Text.from_ansi(last_state.decode(errors="replace")), soft_wrap=True)
+
+    def show(self, progress: Progress) -> None:
+        now = time.monotonic()
+        if now >= self._next_at:
+            self._next_at = now + DRAW_EVERY_S
+            self._live.update(draw(self._title, progress), refresh=True)
+
+    def close(self) -> None:
+        for line in filter(None, self._unfinished.values()):
+            self._print_line(line)
+        self._live.stop()
+
+
+def choose_display(title: str, *, plain: bool, quiet: bool) -> Display:
+    """The live table if there is a terminal to draw on."""
+    if quiet or plain or not sys.stderr.isatty():
+        return PlainDisplay(progress=not quiet)
+    return LiveDisplay(title)
+
+
+def draw(title: str, progress: Progress) -> RenderableType:
+    """The live table."""
+    from rich.console import Group
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    head = Table.grid(padding=(0, 2))
+    cells: list[RenderableType] = [Text(title, style="bold")]
+    if progress.total_steps:
+        cells.append(ProgressBar(total=progress.total_steps, completed=progress.step, width=24))
+    head.add_row(*cells, str(progress) if progress.step else "starting")
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("replica")
+    table.add_column("", min_width=22)
+    for name in ("compute", "exchange + wait", "update", "not computing"):
+        table.add_column(name, justify="right")
+    if len(progress.replicas) <= MOST_ROWS:
+        for times in progress.replicas:
+            table.add_row(str(times.replica), times.phase.words, *_cells(times))
+    else:
+        for cells_of_row in _folded(progress.replicas):
+            table.add_row(*cells_of_row)
+    return Group(head, table)
+
+
+def _cells(times: ReplicaTimes) -> list[str]:
+    columns = (times.compute_ms, times.wait_ms, times.update_ms)
+    return [*(f"{value:.1f} ms" for value in columns), f"{times.not_computing:.0%}"]
+
+
+def _folded(replicas: Sequence[ReplicaTimes]) -> list[list[str]]:
+    """Many replicas in three rows: their median, the one that computes longest, the one that waits longest."""
+    phases = collections.Counter(times.phase for times in replicas).most_common(2)
+    doing = ", ".join(f"{count} {phase.name.lower().replace('_', ' ')}" for phase, count in phases)
+    middle = ReplicaTimes(
+        replica=-1,
+        phase=phases[0][0],
+        compute_ms=statistics.median(times.compute_ms for times in replicas),
+        wait_ms=statistics.median(times.wait_ms for times in replicas),
+        update_ms=statistics.median(times.update_ms for times in replicas),
+    )
+    slowest = max(replicas, key=lambda times: times.compute_ms)
+    idlest = max(replicas, key=lambda times: times.not_computing)
+    return [
+        [f"{len(replicas)}, median", doing, *_cells(middle)],
+        [f"{slowest.replica}, slowest", slowest.phase.words, *_cells(slowest)],
+        [f"{idlest.replica}, idlest", idlest.phase.words, *_cells(idlest)],
+    ]
