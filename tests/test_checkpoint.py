@@ -219,9 +219,7 @@ def test_keep_rotates_and_old_training_files_vanish(tmp_path: Path) -> None:
     assert step_of(checkpoint.read(tmp_path / "model.previous-2.safetensors")) == 3
     assert len(training_files(tmp_path)) == 3
     assert len(names(tmp_path)) == 6
-    assert [file.name.rsplit("-", 1)[0] for file in training_files(tmp_path)] == [
-        f"model.step-{n}" for n in (3, 4, 5)
-    ]
+    assert [file.name.rsplit("-", 1)[0] for file in training_files(tmp_path)] == [f"model.step-{n}" for n in (3, 4, 5)]
     checkpoint.write(path, **numbered(6), keep=1)
     assert step_of(checkpoint.read(path)) == 6
     assert names(tmp_path) == {"model.safetensors", training_files(tmp_path)[0].name}
@@ -353,6 +351,13 @@ def test_a_damaged_tensor_is_named(tmp_path: Path) -> None:
     assert "tensor 'weight' has checksum" in refusal(path)
 
 
+def test_a_tensor_of_the_same_bytes_under_another_dtype_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    checkpoint.write(path, **numbered(1))
+    path.write_bytes(path.read_bytes().replace(b'"F32"', b'"I32"'))
+    assert "tensor 'weight' has checksum" in refusal(path)
+
+
 def rewritten(path: Path, **changes: str) -> None:
     """Write the model file again with other metadata, as another program might."""
     with safetensors.safe_open(path, framework="pt") as file:
@@ -403,9 +408,7 @@ def test_what_is_no_checkpoint_is_refused_by_its_reason(tmp_path: Path) -> None:
     path.write_text("hello, world")
     assert refusal(path).startswith(f"{path} is cut short, damaged or not a safetensors file")
     safetensors.torch.save_file({"weight": torch.ones(3)}, path)
-    assert refusal(path).startswith(
-        f"{path} holds a model but no training state: load it with model.load_state_dict("
-    )
+    assert refusal(path).startswith(f"{path} holds a model but no training state: load it with model.load_state_dict(")
 
 
 def test_fall_back_uses_the_newest_save_that_is_whole(tmp_path: Path) -> None:
@@ -472,9 +475,7 @@ def test_notes_that_are_no_json_or_too_long_are_refused_before_the_old_save_is_t
     path = tmp_path / "model.safetensors"
     checkpoint.write(path, **numbered(1))
     before = names(tmp_path)
-    with pytest.raises(
-        CheckpointError, match=r"notes cannot be saved as JSON \(.*Tensor is not JSON serializable\)"
-    ):
+    with pytest.raises(CheckpointError, match=r"notes cannot be saved as JSON \(.*Tensor is not JSON serializable\)"):
         checkpoint.write(path, {}, {}, {"step": torch.tensor(2)})
     with pytest.raises(CheckpointError, match=r"make a header of 100,000,\d+ bytes: safetensors reads up to"):
         checkpoint.write(path, {}, {}, {"text": "x" * 100_000_000})
@@ -514,9 +515,7 @@ def test_a_full_disk_leaves_the_old_save_and_nothing_else(tmp_path: Path) -> Non
         before = {file: file.read_bytes() for file in disk.iterdir()}
         message = failure(path, **numbered(2, size=500_000))
         free = shutil.disk_usage(disk).free / 1e6
-        expected = (
-            f"checkpoint {path} could not be saved (No space left on device): it needs 6.0 MB and {free:.1f} MB"
-        )
+        expected = f"checkpoint {path} could not be saved (No space left on device): it needs 6.0 MB and {free:.1f} MB"
         assert message == f"{expected} are free"
         assert {file: file.read_bytes() for file in disk.iterdir()} == before
     finally:
@@ -566,9 +565,7 @@ def test_a_missing_folder_and_a_folder_in_the_way_are_said(tmp_path: Path) -> No
     assert failure(path, **numbered(1)).endswith(f"could not be saved: there is no folder {path.parent}")
     path.mkdir(parents=True)
     assert failure(path, **numbered(1)).endswith("could not be saved: there is a folder of that name")
-    assert "could not be saved (File name too long)" in failure(
-        tmp_path / f"{'x' * 250}.safetensors", **numbered(1)
-    )
+    assert "could not be saved (File name too long)" in failure(tmp_path / f"{'x' * 250}.safetensors", **numbered(1))
 
 
 # ── Kills ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -587,27 +584,27 @@ def saves_forever(path, keep):
     for step in itertools.count(step + 1):
         checkpoint.write(path, **numbered(step, size=20_000), keep=keep)
 
-def ends_at_touch(number, path, end):
+def saves_once(path, keep, touch, end):
     seen = itertools.count()
     def hook(event, arguments):
         if event in ("open", "os.rename", "os.link", "os.remove", "os.listdir", "os.scandir"):
-            if str(path.parent) in str(arguments) and next(seen) == number:
+            if str(path.parent) in str(arguments) and next(seen) == touch:
                 end()
     sys.addaudithook(hook)
-    checkpoint.write(path, **numbered(4), keep=3)
+    checkpoint.write(path, **numbered(4), keep=keep)
 
 def interrupt():
     raise KeyboardInterrupt
 
 endings = {"killed": lambda: os.kill(os.getpid(), signal.SIGKILL), "interrupted": interrupt}
 for line in sys.stdin:
-    kind, path, number = line.split()
+    kind, path, keep, touch = line.split()
     child = os.fork()
     if not child:
         try:
             if kind == "forever":
-                saves_forever(Path(path), keep=int(number))
-            ends_at_touch(int(number), Path(path), endings[kind])
+                saves_forever(Path(path), int(keep))
+            saves_once(Path(path), int(keep), int(touch), endings[kind])
             os._exit(0)
         except KeyboardInterrupt:
             os._exit(1)
@@ -627,14 +624,28 @@ class Saver:
             start_new_session=True,  # a group of its own, to be ended with all its children
         )
 
-    def start(self, kind: str, path: Path, number: int) -> int:
-        """Start a child; returns its process id."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{kind} {path} {number}\n")
-        self.process.stdin.flush()
-        return self.answer()
+    @contextmanager
+    def saving(self, path: Path, *, keep: int) -> Iterator[None]:
+        """A process that saves one step after the other, and is killed in the end."""
+        child = self._start("forever", path, keep, 0)
+        try:
+            yield
+        finally:
+            os.kill(child, signal.SIGKILL)
+            assert self._answer() == -signal.SIGKILL
 
-    def answer(self) -> int:
+    def save_once(self, path: Path, *, keep: int, ending: str, touch: int) -> int:
+        """Save step 4 in a process that ends as said before it touches a file for the n-th time: its exit code."""
+        self._start(ending, path, keep, touch)
+        return self._answer()
+
+    def _start(self, kind: str, path: Path, keep: int, touch: int) -> int:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{kind} {path} {keep} {touch}\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> int:
         assert self.process.stdout is not None
         return int(self.process.stdout.readline())
 
@@ -652,12 +663,10 @@ def test_kills_at_random_moments_leave_a_whole_save(saver: Saver, tmp_path: Path
     moments = random.Random(0)
     last = 0
     for _ in range(15):
-        child = saver.start("forever", path, 2)
-        while not (path.exists() and checkpoint.read(path).notes["step"] > last):
-            time.sleep(0.001)
-        time.sleep(moments.uniform(0, 0.03))
-        os.kill(child, signal.SIGKILL)
-        assert saver.answer() == -signal.SIGKILL
+        with saver.saving(path, keep=2):
+            while not (path.exists() and checkpoint.read(path).notes["step"] > last):
+                time.sleep(0.001)
+            time.sleep(moments.uniform(0, 0.03))
         step = step_of(checkpoint.read(path))
         assert step > last
         last = step
@@ -677,8 +686,7 @@ def test_an_end_before_any_touch_of_a_file_leaves_the_old_or_the_new_save(
         path.parent.mkdir()
         for step in (1, 2, 3):
             checkpoint.write(path, **numbered(step), keep=3)
-        saver.start(ending, path, touch)
-        exit_code = saver.answer()
+        exit_code = saver.save_once(path, keep=3, ending=ending, touch=touch)
         steps.append(step_of(checkpoint.read(path)))
         found = [step_of(checkpoint.read(file)) for file in path.parent.glob("model.previous*")]
         assert 1 <= len(found) <= 2
@@ -694,14 +702,25 @@ def test_an_end_before_any_touch_of_a_file_leaves_the_old_or_the_new_save(
     assert len(steps) > 10
 
 
+def test_a_kill_while_a_damaged_save_is_replaced_leaves_the_good_one_before_it(saver: Saver, tmp_path: Path) -> None:
+    for touch in range(100):
+        path = tmp_path / str(touch) / "model.safetensors"
+        path.parent.mkdir()
+        for step in (1, 2, 3):
+            checkpoint.write(path, **numbered(step), keep=2)
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        exit_code = saver.save_once(path, keep=2, ending="killed", touch=touch)
+        assert step_of(checkpoint.read(path, fall_back=True)) in (2, 4)
+        if exit_code == 0:
+            break
+    assert step_of(checkpoint.read(path)) == 4
+
+
 def test_a_reader_never_sees_a_save_half_replaced(saver: Saver, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     checkpoint.write(path, **numbered(1), keep=1)
-    child = saver.start("forever", path, 1)
-    try:
+    with saver.saving(path, keep=1):
         steps = [step_of(checkpoint.read(path)) for _ in range(300)]
-    finally:
-        os.kill(child, signal.SIGKILL)
-        saver.answer()
     assert steps == sorted(steps)
     assert steps[-1] > steps[0]

@@ -1,1 +1,146 @@
-"""."""
+"""The command line: `paceline SUBCOMMAND …`.
+
+Each subcommand is a module of this folder with `add_arguments(parser)` and `execute(options) -> exit code`, loaded
+only when it is the one asked for. Whatever is wrong with the input is said in one sentence on stderr, with exit
+code 2, and before anything is started. What stands after `--` belongs to the script: `options.arguments`.
+
+Nothing here imports torch: help has to come at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import importlib
+import importlib.metadata
+import math
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from paceline.errors import InvalidInput, PacelineError, StrategyError
+
+SUBCOMMANDS = {
+    "run": "train a script on one or many replicas",
+    "verify": "compare the numbers of a strategy with those of one process",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with one sentence for each mistake and the nearest flag for an unknown one."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Flags may be typed with underscores, as torchrun's users do."""
+        given = []
+        for argument in arguments:
+            if argument.startswith("--"):
+                flag, equals, value = argument.partition("=")
+                argument = flag.replace("_", "-") + equals + value
+                self._check_flag(argument.partition("=")[0])
+            given.append(argument)
+        return self.parse_args(given)
+
+    def _check_flag(self, flag: str) -> None:
+        if flag not in self._option_string_actions:
+            near = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.7)
+            hint = f"did you mean {near[0]}?" if near else "the script's own arguments go after a lone --"
+            self.error(f"there is no flag {flag}: {hint}")
+
+    def error(self, message: str) -> NoReturn:
+        for pattern, sentence in (
+            (r"argument ([^/:]+)\S*: expected one argument", r"\1 needs a value"),
+            (r"the following arguments are required: (.+)", rf"\1 is missing: {self.prog} --help shows how"),
+            (r"unrecognized arguments: (.+)", r"\1 is one argument too many: the script's own go after a lone --"),
+        ):
+            message = re.sub(pattern, sentence, message)
+        complain(message)
+        raise SystemExit(2)
+
+
+def whole(field: str, least: int) -> Callable[[str], int]:
+    """How a flag that counts something is read."""
+
+    def convert(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and int(text) >= least):
+            raise StrategyError(field, text, f"give a whole number from {least} up")
+        return int(text)
+
+    return convert
+
+
+def seconds(field: str) -> Callable[[str], float]:
+    """How a flag that is a time is read."""
+
+    def convert(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if math.isfinite(value := float(text)) and value > 0:
+                return value
+        raise StrategyError(field, text, "give a number of seconds above 0")
+
+    return convert
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of the `paceline` command; the exit code."""
+    try:
+        return _dispatch(list(sys.argv[1:] if arguments is None else arguments))
+    except InvalidInput as error:
+        complain(str(error))
+        return 2
+    except PacelineError as error:
+        complain(str(error))
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _dispatch(arguments: list[str]) -> int:
+    name = arguments[0] if arguments else "--help"
+    if name in ("-h", "--help"):
+        print(_help())
+        return 0
+    if name == "--version":
+        print(f"paceline {importlib.metadata.version('paceline')}")
+        return 0
+    if name not in SUBCOMMANDS:
+        near = difflib.get_close_matches(name, SUBCOMMANDS, n=1, cutoff=0.5)
+        if name.endswith(".py"):
+            near = [f"run {name}"]
+        hint = f"did you mean paceline {near[0]}?" if near else f"give one of {', '.join(SUBCOMMANDS)}"
+        complain(f"there is no subcommand {name}: {hint}")
+        return 2
+    subcommand = importlib.import_module(f"paceline.cli.{name}")
+    parser = Parser(f"paceline {name}")
+    subcommand.add_arguments(parser)
+    own, scripts = _split(arguments[1:])
+    options = parser.parse(own)
+    options.arguments = scripts or None
+    return int(subcommand.execute(options))
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """
+    >>> _split(["train.py", "--replicas", "2", "--", "--lr", "0.1"])
+    (['train.py', '--replicas', '2'], ['--lr', '0.1'])
+    """
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    return arguments[:end], arguments[end + 1 :]
+
+
+def _help() -> str:
+    width = max(map(len, SUBCOMMANDS))
+    listed = "\n".join(f"  paceline {name:{width}}   {what}" for name, what in SUBCOMMANDS.items())
+    return (
+        "Paceline trains PyTorch models across devices and machines.\n\n"
+        f"{listed}\n\n"
+        "paceline SUBCOMMAND --help shows its flags and examples; paceline --version the version."
+    )
+
+
+def complain(sentence: str) -> None:
+    print(f"paceline: {sentence}", file=sys.stderr)

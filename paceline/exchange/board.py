@@ -91,10 +91,11 @@ class Kind(enum.IntEnum):
     STEP = 1
     EVALUATE = 2
     SAVE = 3
+    UPDATE = 4
 
     @property
     def words(self) -> str:
-        return {0: "builds a trainer", 1: "takes a step", 2: "evaluates", 3: "saves or resumes"}[self.value]
+        return ("builds a trainer", "takes a step", "evaluates", "saves or resumes", "updates")[self.value]
 
 
 class Phase(enum.IntEnum):

@@ -11,19 +11,20 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.exchange.board import COLLECTIVE_BITS, Board, Members, Word
+from paceline.exchange.board import COLLECTIVE_BITS, Members, Word
+from paceline.exchange.together import Together
 from paceline.memory import ModelArena
 
 
 class SharedSums:
     """Sums within one op. A death raises `MemberLost` in all who wait for the dead."""
 
-    def __init__(self, board: Board, arena: ModelArena, replica: int, timeout_s: float) -> None:
-        self._board = board
+    def __init__(self, together: Together, arena: ModelArena) -> None:
+        self._board = together.board
         self._arena = arena
-        self._replica = replica
-        self._timeout_s = timeout_s
-        self._members = Members(0, 0, (), replica)
+        self._replica = together.replica
+        self._timeout_s = together.timeout_s
+        self._members = Members(0, 0, (), together.replica)
         self._number = 0
 
     def begin(self, members: Members) -> None:

@@ -17,11 +17,13 @@ times a second there is a look at the board. Everything that was started is gone
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import selectors
 import signal
+import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -29,8 +31,9 @@ from typing import cast
 import msgspec
 
 from paceline.exchange.board import Board, HostWord, Phase, Word
+from paceline.launch.cores import allowed_cores, share_of_cores
 from paceline.launch.place import Place
-from paceline.launch.replica import Guard, ReplicaProcess
+from paceline.launch.replica import PARENT_VARIABLE, Guard, ReplicaProcess
 from paceline.watch.display import Display, Meter, Progress
 from paceline.watch.events import STALL_S, StallWatch, innermost_frames
 from paceline.watch.run_folder import RunFolder
@@ -265,20 +268,18 @@ class Supervisor:
         if self._exit_code is not None and not self._stop_requested:
             return  # it fails because another one has failed before
         first = self._folder.first_failure()
-        rank = replica.rank if first is None else first.replica
         if first is None:
-            what = f"replica {rank} ended with code {code} {_at(step)}"
             report = replica.last_errors if replica.row != self._shown else ""
-        else:
-            code = 1
-            what = f"replica {rank} failed {_at(self._board.get(rank - self._job.place.rank, Word.STEP))}"
-            report = first.text
+            self._say(f"replica {replica.rank} ended with code {code} {_at(step)}{_below(report)}")
+        elif 0 <= (row := first.replica - self._job.place.rank) < self._job.place.replicas:
+            at = _at(self._board.get(row, Word.STEP))
+            self._say(f"replica {first.replica} failed {at}{_below(first.text)}")
+        # Otherwise another host's replica has failed before, and its own supervisor says so.
         self._shown = None
-        self._say(f"{what}:\n{report.rstrip()}" if report else what)
-        self._event("failed", replica=rank, code=code, step=step, kind=first.kind if first else None)
+        self._event("failed", replica=replica.rank, code=code, step=step, kind=first.kind if first else None)
         self._stop_requested = False
         self._exit_code = None
-        self._end(code)
+        self._end(1 if first is not None else code)
 
     def _end(self, exit_code: int) -> None:
         """End all replicas: ask first, kill after a while."""
@@ -301,7 +302,8 @@ class Supervisor:
             self._kill_at = time.monotonic() + STOP_GRACE_S
             self._board.host_set(HostWord.STOP_REQUESTED, 1)
             self._event("stopped", signal=signal.Signals(number).name, step=self._progress.step)
-            self._say("stopping after this step; Ctrl-C again ends at once")
+            if self._job.shown:
+                self._say("stopping after this step; Ctrl-C again ends at once")
 
     # ── the regular look ─────────────────────────────────────────────────────────────────────────────────
 
@@ -352,8 +354,8 @@ class Supervisor:
         names = ", ".join(f"replica {rank}" for rank in busy) or "nobody: all of them wait"
         self._say(f"a wait has taken {stall.waited_s:.0f} s: {self._board.who_waits()}; waited for: {names}")
         for row in reversed(stall.busy):  # the stack of the first is shown, all are in the logs
-            log_end = self._living[row].ask_for_stack()
-            self._stack = None if log_end is None else (now + STACK_S, self._living[row], log_end)
+            asked = self._living[row].ask_for_stack()
+            self._stack = None if asked is None else (now + STACK_S, self._living[row], asked)
 
     def _say(self, line: str) -> None:
         self._display.say(f"paceline: {line}")
@@ -364,6 +366,59 @@ class Supervisor:
 
 def _at(step: int) -> str:
     return f"at step {step}" if step else "before its first step"
+
+
+def _below(report: str) -> str:
+    return f":\n{report.rstrip()}" if report.strip() else ""
+
+
+def supervise_hosts(commands: Sequence[Sequence[str]], environment: Mapping[str, str]) -> int:
+    """Run each host's own supervisor; the first exit code that is not 0, or 0.
+
+    Hosts are emulated on this machine, so each gets its part of the cores. Requests to stop are passed on to all;
+    when one host fails, the others end at once.
+    """
+    environment = {**environment, PARENT_VARIABLE: str(os.getpid())}
+    cores = allowed_cores()
+    running: dict[int, subprocess.Popen[bytes]] = {}  # by pidfd
+    exit_code, interrupted, kill_at = 0, False, math.inf
+
+    def pass_on(number: int) -> None:
+        for process in running.values():
+            process.send_signal(number)
+
+    with signals_as_bytes() as signals, selectors.DefaultSelector() as selector:
+        selector.register(signals, selectors.EVENT_READ)
+        try:
+            for host, command in enumerate(commands):
+                os.sched_setaffinity(0, share_of_cores(host, len(commands), cores))  # is inherited
+                process = subprocess.Popen(command, env=environment, start_new_session=True)
+                pidfd = os.pidfd_open(process.pid)
+                running[pidfd] = process
+                selector.register(pidfd, selectors.EVENT_READ)
+            while running:
+                for key, _ in selector.select(LOOK_EVERY_S):
+                    if key.fd == signals:
+                        interrupted = True
+                        for number in os.read(signals, 64):
+                            pass_on(number)
+                        continue
+                    selector.unregister(key.fd)
+                    code = running.pop(key.fd).wait()
+                    os.close(key.fd)
+                    if code and not exit_code:
+                        exit_code = code if code > 0 else 128 - code
+                        if not interrupted:  # who was asked to stop may be saving
+                            pass_on(signal.SIGQUIT)
+                            kill_at = time.monotonic() + 2 * END_GRACE_S
+                if time.monotonic() > kill_at:
+                    pass_on(signal.SIGKILL)
+        finally:
+            os.sched_setaffinity(0, cores)
+            for process in running.values():
+                process.kill()
+                process.wait()
+    return exit_code
 
 
 @contextlib.contextmanager

@@ -63,6 +63,7 @@ class ModelArena:
         self._undo = [view(regions["undo"] + r * undo, byte, [undo]) for r in range(count)]
         self.norms = view(regions["norms"], torch.float64, [len(layout.chunks)])
         self.updated = view(regions["updated"], torch.int64, [len(layout.chunks)])
+        self.reduced = view(regions["reduced"], torch.int64, [len(layout.chunks)])
         self.touched = view(regions["touched"], byte, [count, len(layout.slots)])
         self._scratch = view(regions["scratch"], byte, [2, count, sizes.scratch_bytes])
         self._notes = view(regions["notes"], byte, [NOTES_BYTES])
@@ -159,6 +160,7 @@ def _regions(layout: Layout, sizes: Sizes) -> tuple[dict[str, int], int]:
         ("undo", count * _undo_bytes(layout, sizes)),
         ("norms", 8 * len(layout.chunks)),
         ("updated", 8 * len(layout.chunks)),
+        ("reduced", 8 * len(layout.chunks)),
         ("touched", count * len(layout.slots)),
         ("scratch", 2 * count * sizes.scratch_bytes),
         ("notes", NOTES_BYTES),

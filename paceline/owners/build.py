@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.errors import ModelError
+from paceline.errors import ModelError, ReplicaDied
 from paceline.exchange.board import Board, Kind, MemberLost, Members, Phase, Word
+from paceline.exchange.together import Together
 from paceline.memory import Arena, Layout, ModelArena
 from paceline.memory.layout import aligned
 from paceline.memory.model_arena import Sizes
@@ -28,9 +30,8 @@ SMALLEST_SCRATCH_BYTES = 4096
 class SharedModel:
     """A model whose parameters lie in an arena, with everything known that owners need."""
 
-    def __init__(
-        self, model: nn.Module, optimizer: Optimizer, board: Board, replica: int, *, several_hosts: bool
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, together: Together, *, several_hosts: bool) -> None:
+        board = together.board
         named = grouped_parameters(model, optimizer)
         _refuse_unshareable(named)
         self.layout = Layout.plan(named, owners=board.replicas, whole_tensors=needs_whole_tensors(optimizer))
@@ -50,8 +51,8 @@ class SharedModel:
             buffer_bytes=sum(aligned(buffer.nbytes) for buffer in self.buffers),
             several_hosts=several_hosts,
         )
-        self._board = board
-        self._replica = replica
+        self._together = together
+        self._replica = together.replica
         self.arena: ModelArena
 
     @property
@@ -63,22 +64,36 @@ class SharedModel:
         """What the user's optimizer held before training, by slot."""
         return self._users_state
 
-    def share(self, number: int, members: Members, timeout_s: float) -> None:
-        """One try to have arena `number` in common; `MemberLost` if somebody dies meanwhile."""
-        board = self._board
+    def share(self) -> None:
+        """Come to have an arena in common with the other replicas, which all call this."""
+        number = self._together.board.next_arena(self._replica)
+        self._together.attempt(lambda members: self._try_to_share(number, members))
+
+    def join(self) -> None:
+        """Take part in the arena of a run in progress."""
+        board = self._together.board
+        number = board.next_arena(self._replica)
+        while not hasattr(self, "arena"):
+            living = [rank for rank in range(board.replicas) if board.alive(rank)]
+            if not living:
+                raise ReplicaDied(f"replica {self._replica} was started again, but nobody is left to join")
+            with suppress(MemberLost):
+                self._attach(number, living[0], compare=False)
+
+    def _try_to_share(self, number: int, members: Members) -> None:
+        board = self._together.board
         board.work_on(members, Kind.BUILD, Phase.STARTING)
         if not hasattr(self, "arena"):
             if members.chief == self._replica and board.arena_holder(number) is None:
                 self._create()
                 board.hold_arena(self._replica, number, self.arena.arena.descriptor)
             else:
-                self.attach(number, members.chief, timeout_s, compare=True)
-        board.arrive(members)
-        board.await_arrivals(members, Phase.AWAITING_ARENA, timeout_s)
+                self._attach(number, members.chief, compare=True)
+        self._together.arrive(members, Phase.AWAITING_ARENA)
 
-    def attach(self, number: int, chief: int, timeout_s: float, *, compare: bool) -> None:
+    def _attach(self, number: int, chief: int, *, compare: bool) -> None:
         """Take part in the arena that a living replica holds, or that the chief is about to make."""
-        board = self._board
+        board = self._together.board
 
         def ready() -> bool:
             alive = board.alive(chief)
@@ -88,7 +103,7 @@ class SharedModel:
                 raise MemberLost
             return False
 
-        board.wait(self._replica, Phase.AWAITING_ARENA, ready, timeout_s)
+        board.wait(self._replica, Phase.AWAITING_ARENA, ready, self._together.timeout_s)
         held = board.arena_holder(number)
         if held is None:
             raise MemberLost

@@ -14,15 +14,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.errors import ModelError, ReplicaDied
-from paceline.exchange.board import Board, HostWord, Kind, MemberLost, Members, Phase, Word
+from paceline.errors import ModelError
+from paceline.exchange.board import Board, HostWord, Kind, Members, Phase, Word
 from paceline.exchange.shared import SharedSums
+from paceline.exchange.together import Together
 from paceline.launch.place import Place
 from paceline.owners.batchnorm import Statistics, make_exact
 from paceline.owners.build import SharedModel, announce
@@ -32,8 +33,6 @@ from paceline.owners.models import own_state
 from paceline.owners.optimizer import ShardOptimizer
 from paceline.owners.owner import Owner
 
-T = TypeVar("T")
-
 
 class MirroredEngine:
     """One replica among several that share a model."""
@@ -42,22 +41,18 @@ class MirroredEngine:
         self._model = model
         self._board = board
         self._replica = place.replica
-        self._timeout_s = place.strategy.timeout_s
+        self._together = Together(board, place.replica, place.strategy.timeout_s)
         self.joining = place.restarted
         self.gradients_ready: Callable[[], None] | None = None
         self.notes_for_joining: Callable[[], dict[str, Any]] = dict
         announce(board, self._replica)
-        self._shared = SharedModel(model, optimizer, board, self._replica, several_hosts=False)
-        number = board.next_arena(self._replica)
-        if self.joining:
-            self._attach_late(number)
-        else:
-            self._together(lambda members: self._shared.share(number, members, self._timeout_s))
+        self._shared = SharedModel(model, optimizer, self._together, several_hosts=False)
+        self._shared.join() if self.joining else self._shared.share()
         arena = self._arena = self._shared.arena
         self._optimizer = ShardOptimizer(optimizer, arena, self._shared.states)
-        self._owner = Owner(board, arena, self._optimizer, self._replica, self._timeout_s)
+        self._owner = Owner(self._together, arena, self._optimizer)
         self._collector = GradientCollector(self._shared.trained, arena, self._replica)
-        self.sums = SharedSums(board, arena, self._replica, self._timeout_s)
+        self._sums = SharedSums(self._together, arena)
         self._ranks: tuple[int, ...] = ()
         self._exact_statistics = place.strategy.batchnorm == "exact"
         self._statistics = Statistics()
@@ -69,25 +64,16 @@ class MirroredEngine:
 
     @property
     def chief(self) -> bool:
-        op = self._board.get(self._replica, Word.OP)
-        return self._board.members(self._replica, op).chief == self._replica
+        return self._together.is_chief()
 
-    def _together(self, attempt: Callable[[Members], T]) -> T:
-        """Do the next op with all members; again with those who are left, when one dies before it is complete."""
-        op = self._board.next_op(self._replica)
-        while True:
-            members = self._board.members(self._replica, op)
-            try:
-                return attempt(members)
-            except MemberLost:
-                retries = self._board.get(self._replica, Word.RETRIES)
-                self._board.set(self._replica, Word.RETRIES, retries + 1)
+    def once(self, act: Callable[[], None]) -> None:
+        self._together.once(act)
 
     def _share(self, members: Members) -> Share:
         return Share(members.ranks.index(self._replica), len(members.ranks))
 
     def share(self) -> Share:
-        return self._share(self._board.members(self._replica, self._board.get(self._replica, Word.OP) + 1))
+        return self._share(self._together.coming())
 
     def expect(self, steps: int) -> None:
         self._board.host_set(HostWord.TOTAL_STEPS, steps)
@@ -97,7 +83,7 @@ class MirroredEngine:
         self._collector.last_pass(is_last)
         if self._exact_statistics and len(among) > 1:
             ranks = [self._ranks[index] for index in among]
-            self._statistics.sum = lambda values: self.sums.sum(values, ranks)
+            self._statistics.sum = lambda values: self._sums.sum(values, ranks)
         try:
             yield
         finally:
@@ -109,13 +95,13 @@ class MirroredEngine:
         began = time.monotonic_ns()
         buffers_before = [buffer.clone() for buffer in self._shared.buffers]
 
-        def attempt(members: Members) -> tuple[Members, int]:
+        def one_try(members: Members) -> tuple[Members, int]:
             board.work_on(members, Kind.STEP, Phase.COMPUTING)
             self._owner.divide(members.ranks)
             self._ranks = members.ranks
             for buffer, before in zip(self._shared.buffers, buffers_before, strict=True):
                 buffer.copy_(before)
-            self.sums.begin(members)
+            self._sums.begin(members)
             self._collector.begin()
             computed = compute(self._share(members))
             self._collector.finish()
@@ -123,11 +109,10 @@ class MirroredEngine:
             if members.chief == me:
                 self._chief_duties(members)
             computed_at = time.monotonic_ns()
-            board.arrive(members)
-            board.await_arrivals(members, Phase.AWAITING_GRADIENTS, self._timeout_s)
+            self._together.arrive(members, Phase.AWAITING_GRADIENTS)
             return members, computed_at
 
-        members, computed_at = self._together(attempt)
+        members, computed_at = self._together.attempt(one_try)
         # From here on the step is decided: it will be completed by whoever is left.
         arrived_at = time.monotonic_ns()
         board.enter(me, Phase.UPDATING)
@@ -187,37 +172,16 @@ class MirroredEngine:
             board.admit_joining(members.op)
 
     def total(self, compute: Callable[[Share], torch.Tensor]) -> torch.Tensor:
-        def attempt(members: Members) -> torch.Tensor:
+        def one_try(members: Members) -> torch.Tensor:
             self._board.work_on(members, Kind.EVALUATE, Phase.EVALUATING)
-            self.sums.begin(members)
-            return self.sums.sum(compute(self._share(members)), members.ranks)
+            self._sums.begin(members)
+            return self._sums.sum(compute(self._share(members)), members.ranks)
 
-        total = self._together(attempt)
+        total = self._together.attempt(one_try)
         self._board.enter(self._replica, Phase.BETWEEN)
         return total
 
-    def once(self, act: Callable[[], None]) -> None:
-        def attempt(members: Members) -> None:
-            self._board.work_on(members, Kind.SAVE, Phase.SAVING)
-            if members.chief == self._replica:
-                act()
-            self._board.arrive(members)
-            self._board.await_arrivals(members, Phase.AWAITING_SAVE, self._timeout_s)
-
-        self._together(attempt)
-        self._board.enter(self._replica, Phase.BETWEEN)
-
     # ── joining a run in progress ────────────────────────────────────────────────────────────────────────
-
-    def _attach_late(self, number: int) -> None:
-        while True:
-            living = [rank for rank in range(self._board.replicas) if self._board.alive(rank)]
-            if not living:
-                raise ReplicaDied(f"replica {self._replica} was started again, but nobody is left to join")
-            try:
-                return self._shared.attach(number, living[0], self._timeout_s, compare=False)
-            except MemberLost:
-                continue
 
     def join(self) -> dict[str, Any]:
         """Wait to be admitted. Returns the chief's notes on the step after which this replica takes part."""
@@ -232,7 +196,7 @@ class MirroredEngine:
                 board.host_get(HostWord.CLOSED) >= board.get(me, Word.ADMIT_AT) - 1
             )
 
-        board.wait(me, Phase.AWAITING_ADMISSION, admitted, self._timeout_s)
+        board.wait(me, Phase.AWAITING_ADMISSION, admitted, self._together.timeout_s)
         board.set(me, Word.OP, board.get(me, Word.ADMIT_AT) - 1)
         self._shared.take_buffers()
         notes = self._arena.read_notes()

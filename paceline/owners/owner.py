@@ -17,7 +17,8 @@ from collections.abc import Callable
 
 import torch
 
-from paceline.exchange.board import Board, Members, Phase, Word
+from paceline.exchange.board import Members, Phase, Word
+from paceline.exchange.together import Together
 from paceline.memory import ModelArena, assign
 from paceline.owners.optimizer import ShardOptimizer
 
@@ -27,18 +28,14 @@ class Owner:
 
     def __init__(
         self,
-        board: Board,
+        together: Together,
         arena: ModelArena,
         optimizer: ShardOptimizer,
-        replica: int,
-        timeout_s: float,
         bucket_bytes: int | None = None,
     ) -> None:
-        self._board = board
+        self._together = together
         self._arena = arena
         self._optimizer = optimizer
-        self._replica = replica
-        self._timeout_s = timeout_s
         self._bucket_bytes = bucket_bytes
         self._ranks: tuple[int, ...] = ()
         self._shards: dict[int, list[list[int]]] = {}
@@ -78,35 +75,39 @@ class Owner:
             gradient = self.gradient(members, number)
             self._arena.norms[number] = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
 
-        self._work(members, Word.NORMED, measure)
+        self._finish(members, Word.NORMED, measure)
         return math.sqrt(self._arena.norms.sum().item())
 
-    def update(self, members: Members, scale: float) -> None:
-        """Apply the step: this owner's shard, and those of owners that die meanwhile."""
-        updated = self._arena.updated
+    def update(self, members: Members, scale: float, source: int | None = None) -> None:
+        """Apply the step: this owner's shard, and those of owners that die meanwhile.
+
+        `source`: take the gradient from this replica's buffer, instead of the sum over all."""
+        updated, me = self._arena.updated, self._together.replica
         alone = len(members.ranks) == 1
 
         def work(number: int) -> None:
             if alone:
-                self._optimizer.update(number, self.gradient(members, number, scale), self._touched)
+                self._optimizer.update(number, self.gradient(members, number, scale, source), self._touched)
                 return
             if updated[number] == members.op:
                 return
             parameters, block = self._bytes(number)
-            kept_parameters, kept_block = self._arena.undo(self._replica, number)
+            kept_parameters, kept_block = self._arena.undo(me, number)
             kept_parameters.copy_(parameters)
             kept_block.copy_(block)
-            self._board.set(self._replica, Word.UNDO, number + 1)
-            self._optimizer.update(number, self.gradient(members, number, scale), self._touched)
+            self._together.board.set(me, Word.UNDO, number + 1)
+            self._optimizer.update(number, self.gradient(members, number, scale, source), self._touched)
             updated[number] = members.op
-            self._board.set(self._replica, Word.UNDO, 0)
+            self._together.settle(me)
 
-        self._work(members, Word.DONE, work)
+        self._finish(members, Word.DONE, work)
 
-    def gradient(self, members: Members, number: int, scale: float = 1.0) -> torch.Tensor:
+    def gradient(self, members: Members, number: int, scale: float = 1.0, source: int | None = None) -> torch.Tensor:
         """The summed gradient of a chunk, in a buffer that the next call reuses; sums are at least fp32."""
         chunk = self._arena.layout.chunks[number]
-        if self._arena.sums.numel():
+        if source is not None:
+            parts = [self._arena.chunk_of(self._arena.gradients[source], chunk)]
+        elif self._arena.sums.numel():
             parts = [self._arena.chunk_of(self._arena.sums, chunk)]
         else:
             parts = [self._arena.chunk_of(self._arena.gradients[rank], chunk) for rank in members.ranks]
@@ -118,43 +119,26 @@ class Owner:
 
     # ── deaths ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def _work(self, members: Members, word: Word, work: Callable[[int], None]) -> None:
+    def _finish(self, members: Members, word: Word, work: Callable[[int], None]) -> None:
         """Do `work` on every chunk of this owner's shard; return when all members' shards are done."""
-        board, op = self._board, members.op
-        for number in self.chunks(self._replica):
-            work(number)
-        board.set(self._replica, word, op)
 
-        def ready() -> bool:
-            for other in members.ranks:
-                alive = board.alive(other)
-                if board.get(other, word) >= op:
-                    continue
-                if alive or self._adopter(members) != self._replica:
-                    return False
-                self._put_back(members)
-                for number in self.chunks(other):
-                    work(number)
-                board.set(other, word, op)
-            return True
+        def work_on_shard(rank: int) -> None:
+            for number in self.chunks(rank):
+                work(number)
 
-        board.wait(self._replica, Phase.AWAITING_UPDATES, ready, self._timeout_s)
-
-    def _adopter(self, members: Members) -> int:
-        return next(rank for rank in members.ranks if self._board.alive(rank))
+        self._together.finish(
+            members, word, Phase.AWAITING_UPDATES, work_on_shard, put_right=lambda: self._put_back(members)
+        )
 
     def _put_back(self, members: Members) -> None:
         """Undo what dead owners had begun and not finished."""
-        for dead in members.ranks:
-            noted = self._board.get(dead, Word.UNDO) - 1
-            if self._board.alive(dead) or noted < 0:
-                continue
-            if self._arena.updated[noted] != members.op:
-                parameters, block = self._bytes(noted)
-                kept_parameters, kept_block = self._arena.undo(dead, noted)
+        for dead, number in self._together.unfinished(members):
+            if self._arena.updated[number] != members.op:
+                parameters, block = self._bytes(number)
+                kept_parameters, kept_block = self._arena.undo(dead, number)
                 parameters.copy_(kept_parameters)
                 block.copy_(kept_block)
-            self._board.set(dead, Word.UNDO, 0)
+            self._together.settle(dead)
         self._optimizer.forget()
 
     def _bytes(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:

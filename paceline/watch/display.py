@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import os
 import statistics
 import sys
 import time
@@ -156,6 +157,13 @@ class Display(Protocol):
         """Nothing more will come."""
 
 
+def put(stream: TextIO, data: bytes) -> None:
+    """Write at once; nothing happens if whoever read it has gone, since the training has not."""
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(stream.fileno(), data) :]
+
+
 class PlainDisplay:
     """Lines, for files, pipes and people who prefer them."""
 
@@ -167,15 +175,17 @@ class PlainDisplay:
         self._mid_line = False
 
     def say(self, line: str) -> None:
-        self._write(sys.stderr, ("\n" if self._mid_line else "").encode() + line.encode() + b"\n")
+        put(sys.stderr, b"\n" * self._mid_line + line.encode() + b"\n")
         self._mid_line = False
 
     def pass_on(self, data: bytes, *, error: bool) -> None:
-        self._write(sys.stderr if error else sys.stdout, data)
+        put(sys.stderr if error else sys.stdout, data)
         self._mid_line = not data.endswith(b"\n")
 
     def show(self, progress: Progress) -> None:
         now = time.monotonic()
+        if self._mid_line:  # the script is not done with its line, and this can wait
+            return
         if self._progress and progress.step != self._shown_step and now >= self._next_at:
             self._next_at = now + self._every_s
             self._shown_step = progress.step
@@ -183,13 +193,7 @@ class PlainDisplay:
 
     def close(self) -> None:
         if self._mid_line:
-            self._write(sys.stderr, b"\n")
-
-    @staticmethod
-    def _write(stream: TextIO, data: bytes) -> None:
-        with contextlib.suppress(OSError):  # whoever read it has gone; the training has not
-            stream.buffer.write(data)
-            stream.buffer.flush()
+            put(sys.stderr, b"\n")
 
 
 class LiveDisplay:
@@ -217,7 +221,7 @@ class LiveDisplay:
 
     def pass_on(self, data: bytes, *, error: bool) -> None:
         if not error and not sys.stdout.isatty():
-            PlainDisplay._write(sys.stdout, data)
+            put(sys.stdout, data)
             return
         *lines, self._unfinished[error] = (self._unfinished[error] + data).split(b"\n")
         for line in lines:
@@ -267,7 +271,7 @@ def draw(title: str, progress: Progress) -> RenderableType:
         table.add_column(name, justify="right")
     if len(progress.replicas) <= MOST_ROWS:
         for times in progress.replicas:
-            table.add_row(str(times.replica), times.phase.words, *_cells(times))
+            table.add_row(str(times.replica), *_cells(times))
     else:
         for cells_of_row in _folded(progress.replicas):
             table.add_row(*cells_of_row)
@@ -276,7 +280,8 @@ def draw(title: str, progress: Progress) -> RenderableType:
 
 def _cells(times: ReplicaTimes) -> list[str]:
     columns = (times.compute_ms, times.wait_ms, times.update_ms)
-    return [*(f"{value:.1f} ms" for value in columns), f"{times.not_computing:.0%}"]
+    doing = times.phase.words.removeprefix("is ")
+    return [doing, *(f"{value:.1f} ms" for value in columns), f"{times.not_computing:.0%}"]
 
 
 def _folded(replicas: Sequence[ReplicaTimes]) -> list[list[str]]:
@@ -293,7 +298,7 @@ def _folded(replicas: Sequence[ReplicaTimes]) -> list[list[str]]:
     slowest = max(replicas, key=lambda times: times.compute_ms)
     idlest = max(replicas, key=lambda times: times.not_computing)
     return [
-        [f"{len(replicas)}, median", doing, *_cells(middle)],
-        [f"{slowest.replica}, slowest", slowest.phase.words, *_cells(slowest)],
-        [f"{idlest.replica}, idlest", idlest.phase.words, *_cells(idlest)],
+        [f"{len(replicas)}, median", doing, *_cells(middle)[1:]],
+        [f"{slowest.replica}, slowest", *_cells(slowest)],
+        [f"{idlest.replica}, idlest", *_cells(idlest)],
     ]

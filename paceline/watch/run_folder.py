@@ -54,7 +54,7 @@ def log_name(replica: int) -> str:
     return f"replica-{replica}.log"
 
 
-def failure_name(replica: int) -> str:
+def failure_name(replica: int | str) -> str:
     return f"replica-{replica}.failure.json"
 
 
@@ -100,8 +100,9 @@ def _of_host(path: Path, host: int) -> Path:
 class RunFolder:
     """The supervisor's hand on the folder. `say` takes the one line that tells of a full disk."""
 
-    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, say: Callable[[str], None], *, host: int = 0) -> None:
         self.path = path
+        self._of_all_hosts = path.parent if host else path
         self._say = say
         self._complained = False
         self.events = EventLog(AppendFile(path / EVENTS, self._complain))
@@ -118,9 +119,10 @@ class RunFolder:
         return (self.path / failure_name(replica)).exists()
 
     def first_failure(self) -> Failure | None:
-        """The earliest exception of any replica."""
+        """The earliest exception of any replica, of another host too if its folder can be seen from here."""
         failures = []
-        for path in self.path.glob("replica-*.failure.json"):
+        name = failure_name("*")
+        for path in (*self._of_all_hosts.glob(name), *self._of_all_hosts.glob(f"host-*/{name}")):
             try:
                 failures.append(msgspec.json.decode(path.read_bytes(), type=Failure))
             except (OSError, msgspec.DecodeError) as error:

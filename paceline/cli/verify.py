@@ -1,0 +1,119 @@
+"""`paceline verify`: does the strategy train the same model as one process?
+
+Runs the script's first steps twice from the same seed, alone and under the strategy, and compares every loss,
+gradient, optimizer state, parameter and buffer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from paceline.cli import whole
+from paceline.cli.run import Plan, add_strategy_arguments, check_script, resolve
+from paceline.errors import LaunchError, StrategyError
+from paceline.launch.place import PLACE_VARIABLE, Place, Recording
+from paceline.launch.supervisor import Job, Supervisor
+from paceline.watch.display import choose_display
+from paceline.watch.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from paceline.verify.compare import Verdict
+
+EXAMPLES = """\
+examples:
+  paceline verify train.py --replicas 4
+  paceline verify train.py --replicas 3 --steps 20 -- --batch-size 64
+
+exit code 0: the same numbers to rounding; 1: they differ, and the first tensor that does is named.
+Dropout draws other random numbers in every replica: switch it off to verify.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "paceline verify SCRIPT [flags] [-- the script's own arguments]"
+    parser.description = "Compare the numbers of one process with those of a strategy."
+    parser.epilog = EXAMPLES
+    add_strategy_arguments(parser)
+    group = parser.add_argument_group("comparison")
+    group.add_argument("--steps", type=whole("steps", 1), default=5, metavar="N", help="how many, default 5")
+    group.add_argument("--tolerance", metavar="X", help="of a tensor's largest value, default 1e-4")
+    group.add_argument("--json", action="store_true", help="the verdict as JSON")
+
+
+def execute(options: argparse.Namespace) -> int:
+    check_script(options.script)
+    tolerance = _tolerance(options.tolerance)
+    plan = resolve(options)
+    with tempfile.TemporaryDirectory(prefix="paceline-verify-") as scratch:
+        alone, distributed, run_folder = (Path(scratch) / name for name in ("alone", "distributed", "run"))
+        for folder in (alone, distributed, run_folder):
+            folder.mkdir()
+        _run_alone(plan, Recording(str(alone), options.steps))
+        _run_distributed(plan, Recording(str(distributed), options.steps), run_folder)
+        from paceline.verify.compare import compare
+
+        verdict = compare(alone, distributed, tolerance)
+    if options.json:
+        print(msgspec.json.encode({"equal": verdict.equal, **asdict(verdict)}).decode())
+    else:
+        print(_in_words(verdict, plan))
+    return 0 if verdict.equal else 1
+
+
+def _tolerance(text: str | None) -> float:
+    try:
+        value = float(text) if text is not None else 1e-4
+    except ValueError:
+        value = -1.0
+    if not value > 0:
+        raise StrategyError("tolerance", text, "give a number above 0, such as 1e-4")
+    return value
+
+
+def _run_alone(plan: Plan, recording: Recording) -> None:
+    place = msgspec.json.encode(Place(replica=0, replicas=1, recording=recording)).decode()
+    outcome = subprocess.run(
+        [sys.executable, plan.script, *plan.arguments],
+        env={**os.environ, PLACE_VARIABLE: place},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if outcome.returncode:
+        sys.stderr.write(outcome.stderr)
+        raise LaunchError(f"{plan.script} ended with exit code {outcome.returncode} in one process: mend that first")
+
+
+def _run_distributed(plan: Plan, recording: Recording, path: Path) -> None:
+    place = msgspec.structs.replace(plan.place(path), recording=recording)
+    display = choose_display(Path(plan.script).name, plain=True, quiet=True)
+    folder = RunFolder(path, lambda line: display.say(f"paceline: {line}"))
+    job = Job(script=plan.script, arguments=plan.arguments, place=place, on_failure="stop", max_restarts=0, shown=False)
+    try:
+        outcome = Supervisor(job, folder, display).run()
+    finally:
+        display.close()
+        folder.close()
+    if outcome.exit_code:
+        raise LaunchError(f"{plan.script} ended with exit code {outcome.exit_code} under the strategy")
+
+
+def _in_words(verdict: Verdict, plan: Plan) -> str:
+    against = f"{plan.strategy.replicas} replicas against one process"
+    if verdict.first is not None:
+        return f"different, {against}: {verdict.first}"
+    left_out = f"; {verdict.left_out} elements with gradients of pure rounding left out" if verdict.left_out else ""
+    return (
+        f"equal, {against}: {verdict.tensors} tensors over {verdict.steps} steps; "
+        f"the largest difference is rounding ({verdict.largest}){left_out}"
+    )

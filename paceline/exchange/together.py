@@ -1,0 +1,111 @@
+"""What replicas do together: ops tried until they are complete, and shards finished by whoever is left.
+
+attempt   try an op with all members; when one dies before it is complete, try again without it
+meet      go on when everybody is here
+once      the chief acts, everybody goes on when that is done
+finish    everybody works on its own shard; the lowest-ranked survivor finishes those of the dead
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from paceline.exchange.board import Board, Kind, MemberLost, Members, Phase, Word
+
+T = TypeVar("T")
+
+
+class Together:
+    """One replica's side of everything the replicas of a host do together."""
+
+    def __init__(self, board: Board, replica: int, timeout_s: float) -> None:
+        self.board = board
+        self.replica = replica
+        self.timeout_s = timeout_s
+
+    def is_chief(self) -> bool:
+        """Whether this replica speaks for the others at this moment."""
+        op = self.board.get(self.replica, Word.OP)
+        return self.board.members(self.replica, op).chief == self.replica
+
+    def coming(self) -> Members:
+        """Who will take part in the next op, if nobody dies before."""
+        return self.board.members(self.replica, self.board.get(self.replica, Word.OP) + 1)
+
+    def attempt(self, one_try: Callable[[Members], T]) -> T:
+        """Do the next op with all members; again with those who are left, when one dies before it is complete."""
+        op = self.board.next_op(self.replica)
+        while True:
+            members = self.board.members(self.replica, op)
+            try:
+                return one_try(members)
+            except MemberLost:
+                self.board.set(self.replica, Word.RETRIES, self.board.get(self.replica, Word.RETRIES) + 1)
+
+    def arrive(self, members: Members, phase: Phase) -> None:
+        """This replica's part of the try is complete; wait for the others'."""
+        self.board.arrive(members)
+        self.board.await_arrivals(members, phase, self.timeout_s)
+
+    def meet(self, kind: Kind, phase: Phase) -> Members:
+        """Return when all members are here."""
+
+        def one_try(members: Members) -> Members:
+            self.board.work_on(members, kind, Phase.BETWEEN)
+            self.arrive(members, phase)
+            return members
+
+        return self.attempt(one_try)
+
+    def once(self, act: Callable[[], None]) -> None:
+        """The chief acts; everybody returns when that is done."""
+
+        def one_try(members: Members) -> None:
+            self.board.work_on(members, Kind.SAVE, Phase.SAVING)
+            if members.chief == self.replica:
+                act()
+            self.arrive(members, Phase.AWAITING_SAVE)
+
+        self.attempt(one_try)
+        self.board.enter(self.replica, Phase.BETWEEN)
+
+    def finish(
+        self,
+        members: Members,
+        word: Word,
+        phase: Phase,
+        work: Callable[[int], None],
+        put_right: Callable[[], None],
+    ) -> None:
+        """`work(rank)` does the work of that rank's shard; return when all members' is done.
+
+        The lowest-ranked survivor works for the dead, after `put_right` has settled what they left half done. Only
+        the supervisor declares deaths, and the dead write no more, so there is never more than one such survivor.
+        """
+        board, op = self.board, members.op
+        work(self.replica)
+        board.set(self.replica, word, op)
+
+        def ready() -> bool:
+            for other in members.ranks:
+                alive = board.alive(other)  # looked at first: who is dead now has set its word before, or never will
+                if board.get(other, word) >= op:
+                    continue
+                if alive or next(rank for rank in members.ranks if board.alive(rank)) != self.replica:
+                    return False
+                put_right()
+                work(other)
+                board.set(other, word, op)
+            return True
+
+        board.wait(self.replica, phase, ready, self.timeout_s)
+
+    def unfinished(self, members: Members) -> list[tuple[int, int]]:
+        """Of the dead among `members`: rank, and the chunk it was working on."""
+        noted = [(rank, self.board.get(rank, Word.UNDO) - 1) for rank in members.ranks if not self.board.alive(rank)]
+        return [(rank, chunk) for rank, chunk in noted if chunk >= 0]
+
+    def settle(self, rank: int) -> None:
+        """What `rank` had left half done is put right."""
+        self.board.set(rank, Word.UNDO, 0)
