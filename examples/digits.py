@@ -42,7 +42,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     width = options.width
-    model = nn.Sequential(nn.Linear(64, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 10))
+    model = nn.Sequential(nn.Linear(64, width, bias=False), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     train_set, test_set = digits()
 

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from paceline.errors import InvalidInput, PacelineError, StrategyError
+from paceline.errors import PacelineError, StrategyError
 
 SUBCOMMANDS = {
     "run": "train a script on one or many replicas",
@@ -89,12 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the `paceline` command; the exit code."""
     try:
         return _dispatch(list(sys.argv[1:] if arguments is None else arguments))
-    except InvalidInput as error:
-        complain(str(error))
-        return 2
     except PacelineError as error:
         complain(str(error))
-        return 1
+        return 2
     except KeyboardInterrupt:
         return 130
 

@@ -1,0 +1,202 @@
+"""The command line: what is refused before anything starts, and what a plan is made of."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.cli import main
+
+MAIN = "import sys; from paceline.cli import main; sys.exit(main())"
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("print('ran')")
+    Path("folder").mkdir()
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one sentence with which the command line refuses, after which nothing was started."""
+    try:
+        code = main(arguments)
+    except SystemExit as exit:
+        code = exit.code  # type: ignore[assignment]
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert err.startswith("paceline: ")
+    assert err.count("\n") == 1
+    assert not Path("runs").exists()
+    return err.removeprefix("paceline: ").rstrip("\n")
+
+
+SENTENCES = {
+    "rnu train.py": "there is no subcommand rnu: did you mean paceline run?",
+    "train.py": "there is no subcommand train.py: did you mean paceline run train.py?",
+    "dance": "there is no subcommand dance: give one of",
+    "run": "SCRIPT is missing: paceline run --help shows how",
+    "run trian.py": "script is 'trian.py': there is no such file, did you mean train.py?",
+    "run ./no/train.py": "script is './no/train.py': there is no such file, give the path of a Python file",
+    "run folder": "script is 'folder': this is a folder, give the Python file",
+    "run train.py --replcas 2": "there is no flag --replcas: did you mean --replicas?",
+    "run train.py --lr 0.1": "there is no flag --lr: the script's own arguments go after a lone --",
+    "run train.py 0.1": "0.1 is one argument too many: the script's own go after a lone --",
+    "run train.py --repl 2": "there is no flag --repl: did you mean --replicas?",
+    "run train.py --wire": "--wire needs a value",
+    "run train.py --replicas 0": "replicas is '0': give a whole number from 1 up",
+    "run train.py --replicas 2.5": "replicas is '2.5': give a whole number from 1 up",
+    "run train.py --replicas ٣": "replicas is '٣': give a whole number from 1 up",
+    "run train.py --replicas 5000": "replicas is 5000: give at most 2047 a host",
+    "run train.py --replicas 3 --nproc-per-node 2": (
+        "nproc-per-node is 2: on 1 host(s) that makes 2 but --replicas says 3, give only one"
+    ),
+    "run train.py --wire bf61": "wire is 'bf61': give one of bf16, fp32, fp16, int8",
+    "run train.py --batchnorm global": "batchnorm is 'global': give one of local, exact",
+    "run train.py --exchange mpi": "exchange is 'mpi': give one of auto, shared, collective",
+    "run train.py --timeout never": "timeout is 'never': give a number of seconds above 0",
+    "run train.py --timeout inf": "timeout is 'inf': give a number of seconds above 0",
+    "run train.py --on-failure retry": "on-failure is 'retry': give one of restart, continue, stop",
+    "run train.py --max-restarts -1": "max-restarts is '-1': give a whole number from 0 up",
+    "run train.py --save-on-stop no/last.safetensors": (
+        "save-on-stop is 'no/last.safetensors': its folder does not exist, make it first"
+    ),
+    "run train.py --run-folder train.py": ("run-folder is 'train.py': it cannot be made (File exists), give another"),
+    "run train.py --nnodes 2": "nnodes is 2: give every host its number, --node-rank 0 to 1",
+    "run train.py --nnodes 2 --node-rank 1": "nnodes is 2: say where host 0 is, --rdzv-endpoint 10.0.0.1:29500",
+    "run train.py --nnodes 2 --node-rank 2 --rdzv-endpoint a:1": (
+        "node-rank is 2: give a number below --nnodes, which is 2"
+    ),
+    "run train.py --nnodes 2 --node-rank 1 --rdzv-endpoint a:b": (
+        "rdzv-endpoint is 'a:b': give address:port, such as 10.0.0.1:29500"
+    ),
+    "run train.py --rdzv-endpoint a:1 --master-addr b": (
+        "rdzv-endpoint is 'a:1': --master-addr says b:29500, give only one"
+    ),
+    "run train.py --nnodes 2 --replicas 3": ("replicas is 3: give a multiple of 2, as many to each of the 2 hosts"),
+    "run train.py --nnodes 2 --on-failure restart": (
+        "on-failure is 'restart': between several hosts no death is survived yet: give stop"
+    ),
+    "run train.py --emulate hosts=2": "emulate is 'hosts=2': link is missing, write it as hosts=2,link=1gbit",
+    "run train.py --emulate hosts=2,link=1gbit --nnodes 2": (
+        "emulate is 'hosts=2,link=1gbit': it sets hosts itself, leave its flag out"
+    ),
+}
+
+
+@pytest.mark.parametrize("line", SENTENCES)
+def test_bad_input_is_refused_in_one_sentence_that_says_what_would_be_right(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refused(capsys, *line.split()).startswith(SENTENCES[line])
+
+
+def test_a_port_in_use_is_named_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        host = ["run", "train.py", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+        sentence = refused(capsys, *host, "--node-rank", "0")
+    assert sentence == f"rdzv-endpoint is '127.0.0.1:{port}': port {port} is in use on this host, give another"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root may read everything, and become somebody else")
+def test_emulation_without_permission_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    as_nobody = "import os, sys, paceline.cli.run; os.setuid(65534); sys.exit(paceline.cli.main())"
+    flags = ["--replicas", "2", "--emulate", "hosts=2,link=1gbit"]
+    done = subprocess.run(
+        [sys.executable, "-c", as_nobody, "run", "train.py", *flags], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("paceline: --emulate makes network namespaces, which only root may")
+    assert not Path("runs").exists()
+
+
+def test_help_teaches_by_examples_and_comes_without_torch() -> None:
+    code = """
+import sys
+from paceline.cli import main
+for arguments in (["--help"], ["--version"], []):
+    assert main(arguments) == 0
+try:
+    main(["run", "--help"])
+except SystemExit as exit:
+    assert exit.code == 0
+assert "torch" not in sys.modules, "import torch takes more than a second"
+assert "rich" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "paceline run train.py --replicas 4 -- --lr 0.1" in done.stdout
+    assert "--nnodes 2 --nproc-per-node 2 --node-rank 0 --rdzv-endpoint 10.0.0.1:29500" in done.stdout
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([sys.executable, "-c", MAIN, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_the_configuration_says_of_each_value_where_it_came_from() -> None:
+    done = run("run", "--nproc_per_node=2", "train.py", "--timeout", "30", "--max-restarts", "0", "--", "-x", "a b")
+    (folder,) = Path("runs").iterdir()
+    assert folder.name.endswith("-train")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["command"][:3] == ["paceline", "run", "--nproc_per_node=2"]
+    assert config["settings"] == {
+        "script": {"value": "train.py", "from": "flag"},
+        "arguments": {"value": ["-x", "a b"], "from": "flag"},
+        "replicas": {"value": 2, "from": "flag"},
+        "wire": {"value": "fp32", "from": "default"},
+        "batchnorm": {"value": "exact", "from": "default"},
+        "exchange": {"value": "auto", "from": "default"},
+        "timeout_s": {"value": 30.0, "from": "flag"},
+        "on_failure": {"value": "continue", "from": "default"},
+        "max_restarts": {"value": 0, "from": "flag"},
+        "save_on_stop": {"value": None, "from": "default"},
+        "hosts": {"value": 1, "from": "default"},
+        "host": {"value": 0, "from": "default"},
+        "rendezvous": {"value": None, "from": "default"},
+        "emulate": {"value": None, "from": "default"},
+    }
+    assert set(config["versions"]) == {"python", "torch", "paceline"}
+    assert len(config["cores_by_replica"]) == 2
+    assert (
+        "given: script train.py, arguments -x 'a b', max-restarts 0, replicas 2, timeout 30 s; by default:"
+        in done.stderr
+    )
+
+
+def test_quiet_leaves_the_scripts_output_alone() -> None:
+    done = run("run", "train.py", "--quiet")
+    assert (done.stdout, done.stderr) == ("ran\n", "")
+
+
+def test_the_summary_is_the_last_line_on_stdout() -> None:
+    done = run("run", "train.py", "--json", "--run-folder", "here")
+    first, last = done.stdout.splitlines()
+    assert first == "ran"
+    assert json.loads(last) | {"seconds": 0} == {
+        "run_folder": "here",
+        "exit_code": 0,
+        "steps": 0,
+        "seconds": 0,
+        "samples_per_second": 0.0,
+        "deaths": 0,
+        "restarts": 0,
+        "loss": None,
+    }
+
+
+def test_one_host_that_uses_collectives_is_given_a_place_to_meet() -> None:
+    Path("train.py").write_text("from paceline.launch.place import find_place\nprint(find_place().rendezvous)")
+    address, port = run("run", "train.py", "--exchange", "collective", "--replicas", "2").stdout.strip().split(":")
+    assert address == "127.0.0.1"
+    assert 0 < int(port) < 65536
+    assert run("run", "train.py", "--replicas", "2").stdout == "None\n"
