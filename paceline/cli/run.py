@@ -345,8 +345,12 @@ def _summary(outcome: Outcome, plan: Plan, began: float) -> str:
         return f"ended with exit code {outcome.exit_code} at step {outcome.steps}"
     if not outcome.steps:
         return f"ended after {outcome.seconds:.1f} s"
-    loss = "" if outcome.loss is None else f", loss {outcome.loss:.4g}"
-    return f"{outcome.steps} steps in {outcome.seconds:.1f} s, {outcome.samples_per_second:.0f} samples/s{loss}"
+    words = [f"{outcome.steps} steps in {outcome.seconds:.1f} s", f"{outcome.samples_per_second:.0f} samples/s"]
+    if outcome.loss is not None:
+        words.append(f"loss {outcome.loss:.4g}")
+    if outcome.deaths:
+        words.append(f"deaths {outcome.deaths}, restarts {outcome.restarts}")
+    return ", ".join(words)
 
 
 def _as_json(run_folder: Path, outcome: Mapping[str, object]) -> bytes:

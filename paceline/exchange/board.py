@@ -80,6 +80,7 @@ class Word(enum.IntEnum):
     KIND = 21  # what kind of op it works on: all must do the same
     OP = 22  # the last op it has begun
     ARENAS = 23  # how many arenas it has had
+    LANDED = 25  # the op, and how many buckets of its gradients are complete in this replica's buffer
     RETRIES = 24  # tries that had to be repeated because a member was lost
     DESCRIPTOR = 32  # the arenas it holds open: arena number and file descriptor, a word each, taking turns
 
@@ -156,8 +157,12 @@ class Members:
 class Board:
     """One host's shared words. All replicas and the supervisor map the same segment."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, only_row: int | None = None) -> None:
+        """`only_row`: for a replica that shares memory with nobody, such as one on a GPU, the board is this one row,
+        and it is replica 0 of 1."""
         self.descriptor = descriptor
+        self._only_row = only_row
+        self._first = ROW_WORDS * (1 + (only_row or 0))
         self._map = mmap.mmap(descriptor, BOARD_BYTES)
         self._ints = memoryview(self._map).cast("q")
         self._floats = memoryview(self._map).cast("d")
@@ -178,16 +183,16 @@ class Board:
     # ── words ────────────────────────────────────────────────────────────────────────────────────────────
 
     def get(self, rank: int, word: int) -> int:
-        return self._ints[ROW_WORDS + rank * ROW_WORDS + word]
+        return self._ints[self._first + rank * ROW_WORDS + word]
 
     def set(self, rank: int, word: int, value: int) -> None:
-        self._ints[ROW_WORDS + rank * ROW_WORDS + word] = value
+        self._ints[self._first + rank * ROW_WORDS + word] = value
 
     def get_float(self, rank: int, word: int) -> float:
-        return self._floats[ROW_WORDS + rank * ROW_WORDS + word]
+        return self._floats[self._first + rank * ROW_WORDS + word]
 
     def set_float(self, rank: int, word: int, value: float) -> None:
-        self._floats[ROW_WORDS + rank * ROW_WORDS + word] = value
+        self._floats[self._first + rank * ROW_WORDS + word] = value
 
     def host_get(self, word: int) -> int:
         return self._ints[word]
@@ -197,7 +202,7 @@ class Board:
 
     @property
     def replicas(self) -> int:
-        return self.host_get(HostWord.REPLICAS)
+        return self.host_get(HostWord.REPLICAS) if self._only_row is None else 1
 
     def alive(self, rank: int) -> bool:
         """Whether the process that was admitted in this row still runs."""
@@ -277,7 +282,7 @@ class Board:
     # ── phases and waits ─────────────────────────────────────────────────────────────────────────────────
 
     def enter(self, rank: int, phase: Phase) -> None:
-        row = ROW_WORDS + rank * ROW_WORDS
+        row = self._first + rank * ROW_WORDS
         self._ints[row + Word.PHASE] = phase
         self._ints[row + Word.SINCE_NS] = time.monotonic_ns()
 

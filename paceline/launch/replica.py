@@ -77,10 +77,10 @@ class ReplicaProcess:
                 pass_fds=() if place.board is None else (place.board,),
                 start_new_session=True,
             )
+            guard.watch(self.pid)
+            self.pidfd = os.pidfd_open(self.pid)
         except OSError as error:
             raise LaunchError(f"replica {self.rank} could not be started: {error.strerror}") from error
-        guard.watch(self.pid)
-        self.pidfd = os.pidfd_open(self.pid)
         streams = [stream for stream in (self._process.stdout, self._process.stderr) if stream is not None]
         self._streams = streams
         self.stdout, self.stderr = (stream.fileno() for stream in streams)
@@ -108,7 +108,10 @@ class ReplicaProcess:
         return data or None
 
     def send(self, number: signal.Signals) -> None:
-        """To the replica and everything it has spawned. Not after `reap`."""
+        """To the replica and everything it has spawned.
+
+        Its process group is named by its pid, which nobody else can have before `reap`, and somebody may after.
+        """
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
@@ -131,9 +134,7 @@ class ReplicaProcess:
         return ""
 
     def reap(self) -> int:
-        """After its end: its exit code, or minus the signal that killed it. What it spawned ends with it."""
-        # Its group is named by its pid, which nobody else can get before it is waited for.
-        self.send(signal.SIGKILL)
+        """After its end: its exit code, or minus the signal that killed it."""
         code = self._process.wait()
         self._guard.forget(self.pid)
         os.close(self.pidfd)

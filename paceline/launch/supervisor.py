@@ -180,7 +180,7 @@ class Supervisor:
         if took_part and code in (0, INTERRUPTED):
             self._finished.add(row)
         if code < 0 and not self._folder.has_failure(replica.rank):  # torch may crash on the way out of a failure
-            self._on_death(replica, signal.Signals(-code), step)
+            self._on_death(replica, -code, step)
         elif code != 0 and not (self._stop_requested and code == INTERRUPTED):
             self._on_failure(replica, code, step)
         else:
@@ -205,13 +205,14 @@ class Supervisor:
 
     # ── deaths, failures, stops ──────────────────────────────────────────────────────────────────────────
 
-    def _on_death(self, replica: ReplicaProcess, number: signal.Signals, step: int) -> None:
-        self._event("died", replica=replica.rank, signal=number.name, step=step)
+    def _on_death(self, replica: ReplicaProcess, number: int, step: int) -> None:
+        name = _name(number)
+        self._event("died", replica=replica.rank, signal=name, step=step)
         if self._exit_code is not None:
             return  # most likely our own doing
         self._deaths += 1
         self._last_signal = number
-        what = f"replica {replica.rank} was killed by {number.name} {_at(step)}"
+        what = f"replica {replica.rank} was killed by {name} {_at(step)}"
         if replica.row == self._shown:
             self._shown = min(self._living, default=None)
         if self._job.on_failure == "stop":
@@ -219,11 +220,12 @@ class Supervisor:
             self._end(128 + number)
         elif self._job.on_failure == "restart" and self._restarts < self._job.max_restarts:
             self._say(f"{what}; {self._start_again(replica)}")
-        elif self._living or self._finished:
+        elif self._finished or self._anybody_takes_part():
             self._say(f"{what}; {self._who_goes_on()}")
             self._release_latecomers()
         else:
             self._say(f"{what}; no replica is left")
+            self._drop_latecomers()
 
     def _who_goes_on(self) -> str:
         count = len(self._living)
@@ -246,8 +248,7 @@ class Supervisor:
         if self._anybody_takes_part():
             self._due[row] = when
             return f"it is started again{soon} {counted}"
-        for other in list(self._living.values()):
-            self._drop(other)
+        self._drop_latecomers()
         os.close(self._board.descriptor)
         self._board = Board.create(self._job.place.replicas, supervised=True)
         self._due = dict.fromkeys(range(self._job.place.replicas), when)
@@ -260,9 +261,12 @@ class Supervisor:
     def _release_latecomers(self) -> None:
         """When all who took part have ended, nobody will admit those that were started again."""
         if self._finished and not self._anybody_takes_part():
-            self._due.clear()
-            for replica in list(self._living.values()):
-                self._drop(replica)
+            self._drop_latecomers()
+
+    def _drop_latecomers(self) -> None:
+        self._due.clear()
+        for replica in list(self._living.values()):
+            self._drop(replica)
 
     def _on_failure(self, replica: ReplicaProcess, code: int, step: int) -> None:
         if self._exit_code is not None and not self._stop_requested:
@@ -301,7 +305,7 @@ class Supervisor:
             self._due.clear()
             self._kill_at = time.monotonic() + STOP_GRACE_S
             self._board.host_set(HostWord.STOP_REQUESTED, 1)
-            self._event("stopped", signal=signal.Signals(number).name, step=self._progress.step)
+            self._event("stopped", signal=_name(number), step=self._progress.step)
             if self._job.shown:
                 self._say("stopping after this step; Ctrl-C again ends at once")
 
@@ -362,6 +366,14 @@ class Supervisor:
 
     def _event(self, event: str, **fields: object) -> None:
         self._folder.events.write(event, **fields)
+
+
+def _name(number: int) -> str:
+    """
+    >>> _name(9), _name(40)  # real-time signals have no names
+    ('SIGKILL', 'signal 40')
+    """
+    return signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
 
 
 def _at(step: int) -> str:

@@ -94,6 +94,10 @@ class ModelArena:
     def gradient(self, replica: int, slot: Slot) -> torch.Tensor:
         return self._typed(self.gradients[replica], slot)
 
+    def summed(self, slot: Slot) -> torch.Tensor:
+        """The gradient summed over all hosts."""
+        return self._typed(self.sums, slot)
+
     def chunk_of(self, flat: torch.Tensor, chunk: Chunk) -> torch.Tensor:
         """The chunk's range of a flat buffer, in the chunk's type."""
         return flat[chunk.start : chunk.stop].view(chunk.dtype)

@@ -30,6 +30,10 @@ class Statistics:
         self.sum: Sum | None = None
 
 
+def has_batchnorm(model: nn.Module) -> bool:
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
+
+
 def make_exact(model: nn.Module, statistics: Statistics) -> Callable[[], None]:
     """Let every BatchNorm of `model` use statistics over all parts. Returns what undoes it."""
     changed: list[tuple[_BatchNorm, type[_BatchNorm]]] = []

@@ -1,4 +1,4 @@
-"""Mirrored replicas on one host: a step is proposed by all, and committed.
+"""Mirrored replicas: a step is proposed by all, and committed.
 
     replica    ── compute its part ──▶ arrive ─┐                ┌─ update own shard ─▶ done ─┐
     replica    ── compute its part ─────▶ arrive ┤ all arrived  ├─ update own shard ──▶ done ┤ all done
@@ -7,11 +7,15 @@
 Before all have arrived nothing has changed: a death there means that the others try the step again, with its
 samples divided among them. After that every gradient is in the arena, and the step will be completed, by whoever
 is left.
+
+With several hosts each host holds all of this, and its owners add up with those of the same shard elsewhere (`Links`)
+before they update. Between hosts a death is not survived: the hosts that are left say so and end.
 """
 
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,13 +24,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.errors import ModelError
+from paceline.errors import DataError, ModelError
 from paceline.exchange.board import Board, HostWord, Kind, Members, Phase, Word
+from paceline.exchange.links import Links
 from paceline.exchange.shared import SharedSums
 from paceline.exchange.together import Together
 from paceline.launch.place import Place
-from paceline.owners.batchnorm import Statistics, make_exact
+from paceline.owners.batchnorm import Statistics, has_batchnorm, make_exact
 from paceline.owners.build import SharedModel, announce
+from paceline.owners.courier import BUCKET_BYTES, Courier
 from paceline.owners.engine import Closed, Computed, Share, StateByName
 from paceline.owners.gradients import GradientCollector
 from paceline.owners.models import own_state
@@ -37,40 +43,55 @@ from paceline.owners.owner import Owner
 class MirroredEngine:
     """One replica among several that share a model."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, place: Place, board: Board) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, place: Place, board: Board, links: Links | None = None
+    ) -> None:
         self._model = model
         self._board = board
         self._replica = place.replica
+        self._links = links
         self._together = Together(board, place.replica, place.strategy.timeout_s)
         self.joining = place.restarted
         self.gradients_ready: Callable[[], None] | None = None
         self.notes_for_joining: Callable[[], dict[str, Any]] = dict
         announce(board, self._replica)
-        self._shared = SharedModel(model, optimizer, self._together, several_hosts=False)
+        self._shared = SharedModel(model, optimizer, self._together, several_hosts=links is not None)
         self._shared.join() if self.joining else self._shared.share()
         arena = self._arena = self._shared.arena
         self._optimizer = ShardOptimizer(optimizer, arena, self._shared.states)
-        self._owner = Owner(self._together, arena, self._optimizer)
-        self._collector = GradientCollector(self._shared.trained, arena, self._replica)
+        bucket_bytes = BUCKET_BYTES * board.replicas if links is not None else None
+        self._owner = Owner(self._together, arena, self._optimizer, bucket_bytes)
+        self._courier = Courier(self._together, arena, self._owner, links) if links is not None else None
+        landed = self._courier.landed if self._courier is not None else None
+        self._collector = GradientCollector(self._shared.trained, arena, self._replica, landed)
         self._sums = SharedSums(self._together, arena)
         self._ranks: tuple[int, ...] = ()
+        self._has_batchnorm = has_batchnorm(model)
         self._exact_statistics = place.strategy.batchnorm == "exact"
         self._statistics = Statistics()
         self._undo_exact = make_exact(model, self._statistics)
+        if links is not None:
+            self._compare_hosts(links)
         if self._shared.users_state and not self.joining:
-            self.once(lambda: self._optimizer.take_state(self._shared.users_state))
+            self._together.once(lambda: self._optimizer.take_state(self._shared.users_state))
 
     # ── ops ──────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def chief(self) -> bool:
-        return self._together.is_chief()
+        return self._together.is_chief() and (self._links is None or self._links.host == 0)
 
     def once(self, act: Callable[[], None]) -> None:
-        self._together.once(act)
+        first_host = self._links is None or self._links.host == 0
+        self._together.once(act if first_host else lambda: None)
+        if self._links is not None:
+            self._links.sum(torch.zeros(1))  # nobody goes on before the first host is done
 
     def _share(self, members: Members) -> Share:
-        return Share(members.ranks.index(self._replica), len(members.ranks))
+        index, count = members.ranks.index(self._replica), len(members.ranks)
+        if self._links is None:
+            return Share(index, count)
+        return Share(self._links.host * count + index, self._links.hosts * count)
 
     def share(self) -> Share:
         return self._share(self._together.coming())
@@ -82,12 +103,24 @@ class MirroredEngine:
     def one_pass(self, *, is_last: bool, among: Sequence[int]) -> Iterator[None]:
         self._collector.last_pass(is_last)
         if self._exact_statistics and len(among) > 1:
-            ranks = [self._ranks[index] for index in among]
-            self._statistics.sum = lambda values: self._sums.sum(values, ranks)
+            self._statistics.sum = self._statistics_over(among)
         try:
             yield
         finally:
             self._statistics.sum = None
+
+    def _statistics_over(self, among: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor]:
+        links = self._links
+        if links is None:
+            ranks = [self._ranks[index] for index in among]
+            return lambda values: self._sums.sum(values, ranks)
+        if self._has_batchnorm and len(among) < links.hosts * len(self._ranks):
+            raise DataError(
+                "batch size",
+                f"too small for {links.hosts * len(self._ranks)} replicas in the last batch",
+                "with BatchNorm on several hosts every replica needs samples in every batch; give drop_last=True",
+            )
+        return lambda values: links.sum(self._sums.sum(values, self._ranks))
 
     def step(self, number: int, compute: Callable[[Share], Computed], clip_norm: float | None) -> Closed:
         board, me = self._board, self._replica
@@ -102,9 +135,13 @@ class MirroredEngine:
             for buffer, before in zip(self._shared.buffers, buffers_before, strict=True):
                 buffer.copy_(before)
             self._sums.begin(members)
+            if self._courier is not None:
+                self._courier.begin(members)
             self._collector.begin()
             computed = compute(self._share(members))
             self._collector.finish()
+            if self._courier is not None:
+                self._courier.all_landed()
             self._report(computed)
             if members.chief == me:
                 self._chief_duties(members)
@@ -117,21 +154,21 @@ class MirroredEngine:
         arrived_at = time.monotonic_ns()
         board.enter(me, Phase.UPDATING)
         self._check_options(members)
-        closed = Closed(
-            loss=sum(board.get_float(rank, Word.LOSS) for rank in members.ranks),
-            samples=sum(board.get(rank, Word.SAMPLES) for rank in members.ranks),
-            count=len(members.ranks),
-            stop=board.host_get(HostWord.STOP_AFTER) == members.op,
-        )
+        closed, touched = self._close(members)
         if not self._exact_statistics:
             self._shared.take_buffers()
-        self._owner.begin(self._arena.touched[list(members.ranks)].amax(0))
+        if self._courier is not None:
+            self._courier.finish()
+            board.enter(me, Phase.UPDATING)
+        self._owner.begin(touched)
         if self.gradients_ready is not None and members.chief == me:
             self.gradients_ready()
         scale = 1.0
         if clip_norm is not None:
             scale = min(1.0, clip_norm / (self._owner.norm(members) + 1e-6))
         self._owner.update(members, scale)
+        if self._links is not None:
+            self._links.commit()
         board.host_set(HostWord.CLOSED, members.op)
         now = time.monotonic_ns()
         board.set(me, Word.COMPUTE_NS, computed_at - began)
@@ -141,6 +178,28 @@ class MirroredEngine:
         board.set(me, Word.STEP, number + 1)
         board.enter(me, Phase.BETWEEN)
         return closed
+
+    def _close(self, members: Members) -> tuple[Closed, torch.Tensor]:
+        """What the step came to, over all hosts; and by slot whether anybody has a gradient for it."""
+        board, ranks = self._board, members.ranks
+        touched = self._arena.touched[list(ranks)].amax(0)
+        numbers = torch.tensor(
+            [
+                sum(board.get_float(rank, Word.LOSS) for rank in ranks),
+                sum(board.get(rank, Word.SAMPLES) for rank in ranks),
+                len(ranks),
+                board.host_get(HostWord.STOP_AFTER) == members.op,
+                board.get(self._replica, Word.OPTIONS),
+            ],
+            dtype=torch.float64,
+        )
+        if self._links is not None:
+            totals = self._links.sum(torch.cat([numbers, touched.double()]))
+            if totals[4] != numbers[4] * self._links.hosts:
+                raise _different_options(f"host {self._links.host}", "another host")
+            numbers, touched = totals[:5], totals[5:] > 0
+        loss, samples, count, stop, _ = numbers.tolist()
+        return Closed(loss, int(samples), int(count), bool(stop)), touched
 
     def _report(self, computed: Computed) -> None:
         self._optimizer.refresh_options()
@@ -152,11 +211,22 @@ class MirroredEngine:
         mine = self._board.get(self._replica, Word.OPTIONS)
         for other in members.ranks:
             if self._board.get(other, Word.OPTIONS) != mine:
+                raise _different_options(f"replica {self._replica}", f"replica {other}")
+
+    def _compare_hosts(self, links: Links) -> None:
+        """All hosts must start from the same parameters, bit by bit."""
+        checks = [zlib.crc32(self._arena.parameter(slot).cpu().numpy().tobytes()) for slot in self._shared.layout.slots]
+        own = torch.tensor([len(checks), *checks], dtype=torch.float64)
+        count = links.sum(own[:1])
+        if count != own[0] * links.hosts:
+            raise ModelError("model", f"{len(checks)} parameters", "another host has another number of them")
+        for slot, mine, total in zip(self._shared.layout.slots, checks, links.sum(own[1:]).tolist(), strict=True):
+            if total != mine * links.hosts:
                 raise ModelError(
-                    "optimizer",
-                    f"the options of replica {other}",
-                    f"they differ from replica {self._replica}'s (learning rate, momentum …); change them alike "
-                    "in every replica, and give a scheduler to Trainer(scheduler=…) so that it is restored",
+                    "model",
+                    slot.name,
+                    "this parameter differs between hosts at the start; set the same seed in every process before the "
+                    "model is made",
                 )
 
     def _chief_duties(self, members: Members) -> None:
@@ -175,7 +245,8 @@ class MirroredEngine:
         def one_try(members: Members) -> torch.Tensor:
             self._board.work_on(members, Kind.EVALUATE, Phase.EVALUATING)
             self._sums.begin(members)
-            return self._sums.sum(compute(self._share(members)), members.ranks)
+            sums = self._sums.sum(compute(self._share(members)), members.ranks)
+            return sums if self._links is None else self._links.sum(sums)
 
         total = self._together.attempt(one_try)
         self._board.enter(self._replica, Phase.BETWEEN)
@@ -214,8 +285,10 @@ class MirroredEngine:
         for number, slot in enumerate(self._shared.layout.slots):
             if slot.group is not None and touched[number]:
                 ranks = self._board.members(self._replica, op).ranks
-                parts = torch.stack([self._arena.gradient(rank, slot) for rank in ranks])
-                found[slot.name] = parts.sum(0)
+                parts = [self._arena.gradient(rank, slot) for rank in ranks]
+                if self._links is not None:
+                    parts = [self._arena.summed(slot)]
+                found[slot.name] = torch.stack(parts).sum(0)
         return found
 
     def optimizer_state(self) -> StateByName:
@@ -232,10 +305,19 @@ class MirroredEngine:
             own_state(self._model).load_state_dict(model)
             self._optimizer.take_state({numbers[name]: state for name, state in optimizer.items()})
 
-        self.once(fill)
+        self._together.once(fill)
         self._optimizer.forget()
 
     def close(self) -> None:
         self._collector.close()
         self._undo_exact()
         self._arena.arena.close()
+
+
+def _different_options(one: str, other: str) -> ModelError:
+    return ModelError(
+        "optimizer",
+        f"the options of {one}",
+        f"they differ from those of {other} (learning rate, momentum …); change them alike in every replica, and give "
+        "a scheduler to Trainer(scheduler=…) so that it is restored",
+    )

@@ -1,12 +1,27 @@
-"""Which engine this process trains with: that follows from its place."""
+"""Which engine this process trains with, and how it finds the others: that follows from its place.
+
+- alone: plain torch, nothing shared;
+- under `paceline run`: the supervisor's board is an open descriptor;
+- under `torchrun`: the first replica of a host makes a board, and the others open it through the rendezvous.
+
+`exchange` says who shares memory. With `shared` all replicas of a host do. With `collective` none do: each is a host of
+its own to the others, which is also how replicas on GPUs work.
+"""
 
 from __future__ import annotations
 
+import os
+
+import msgspec
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.exchange.board import Board
-from paceline.launch.place import Place
+from paceline.errors import LaunchError
+from paceline.exchange.board import Board, Word
+from paceline.exchange.links import Links, Store, open_store
+from paceline.exchange.wire import wire
+from paceline.launch.place import PLACE_VARIABLE, Place
 from paceline.owners.engine import Engine
 from paceline.owners.mirrored import MirroredEngine
 from paceline.owners.solo import Solo
@@ -16,5 +31,54 @@ def open_engine(model: nn.Module, optimizer: Optimizer, place: Place) -> Engine:
     """The engine for this process."""
     if place.world == 1 and place.board is None:
         return Solo(model, optimizer)
+    where, board, links = meet(model, place)
+    return MirroredEngine(model, optimizer, where, board, links)
+
+
+def meet(model: nn.Module, place: Place) -> tuple[Place, Board, Links | None]:
+    """Find the others: this replica's place among those who share its memory, their board, the links to the rest."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    apart = place.strategy.exchange == "collective" or device.type != "cpu"
+    store = _store(place) if place.hosts > 1 or place.board is None or (apart and place.world > 1) else None
+    if place.board is None:
+        assert store is not None
+        place = _share_board(place, store)
     assert place.board is not None
-    return MirroredEngine(model, optimizer, place, Board(place.board))
+    if not apart:
+        board = Board(place.board)
+        name = f"owner-{place.replica}/{board.get(place.replica, Word.ARENAS)}"
+        return place, board, _links(place, store, name, place.host, place.hosts, device)
+    board = Board(place.board, only_row=place.replica)
+    name = f"replicas/{board.get(0, Word.ARENAS)}"
+    links = _links(place, store, name, place.rank, place.world, device)
+    return msgspec.structs.replace(place, replica=0, replicas=1), board, links
+
+
+def _links(place: Place, store: Store | None, name: str, host: int, hosts: int, device: torch.device) -> Links | None:
+    if hosts == 1:
+        return None
+    assert store is not None
+    return Links(store, name, host, hosts, wire(place.strategy.wire), place.strategy.timeout_s, device)
+
+
+def _store(place: Place) -> Store:
+    if place.rendezvous is None:
+        raise LaunchError("the replicas have no address to find each other at: start them with `paceline run`")
+    # torchrun's agent may already serve a store at this address.
+    serve = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return open_store(place.rendezvous, serve=serve, timeout_s=min(place.strategy.timeout_s, 300.0))
+
+
+def _share_board(place: Place, store: Store) -> Place:
+    """Without a supervisor the first replica of each host makes the board."""
+    key = f"board-{place.host}"
+    if place.replica == 0:
+        descriptor = Board.create(place.replicas, supervised=False).descriptor
+        store.set(key, f"{os.getpid()}/{descriptor}")
+    else:
+        process, held = store.get(key).decode().split("/")
+        descriptor = os.open(f"/proc/{process}/fd/{held}", os.O_RDWR | os.O_CLOEXEC)
+    place = msgspec.structs.replace(place, board=descriptor)
+    # The next trainer of this process finds it there.
+    os.environ[PLACE_VARIABLE] = msgspec.json.encode(place).decode()
+    return place

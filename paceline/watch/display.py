@@ -92,7 +92,7 @@ class Meter:
             self._before_first = (now, seen)
         self._last = (now, seen)
         recent = self._recent
-        if recent and step < recent[-1][1]:  # the run has been started anew
+        if step == 0 or (recent and step < recent[-1][1]):  # not yet begun, or begun anew
             recent.clear()
         recent.append((now, step, seen))
         while recent[0][0] < now - WINDOW_S and len(recent) > 2:
@@ -186,6 +186,8 @@ class PlainDisplay:
         now = time.monotonic()
         if self._mid_line:  # the script is not done with its line, and this can wait
             return
+        if progress.step == 0:  # the first line waits until there is a speed to speak of
+            self._next_at = now + min(1.0, self._every_s)
         if self._progress and progress.step != self._shown_step and now >= self._next_at:
             self._next_at = now + self._every_s
             self._shown_step = progress.step

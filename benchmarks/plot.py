@@ -1,0 +1,49 @@
+"""The ratios as a picture: a dot with its spread a line, and the bar it is held against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+from matplotlib.lines import Line2D
+
+from benchmarks.measure import Claim
+
+# By shape as well as by colour; both readable without telling red from green.
+_STYLES = {True: ("o", "#1f6fb4", "reached"), False: ("X", "#d1651a", "not reached"), None: ("o", "#8a8a8a", "no bar")}
+
+
+def draw(claims: Sequence[Claim], path: Path, machine: str) -> None:
+    """Write the picture of these claims, the first one on top."""
+    figure, axes = plt.subplots(figsize=(9, 1.4 + 0.32 * len(claims)), layout="constrained")
+    for row, claim in enumerate(claims):
+        marker, colour, _ = _STYLES[claim.reached]
+        axes.plot([min(claim.rounds), max(claim.rounds)], [row, row], color=colour, linewidth=2, alpha=0.5)
+        axes.plot(claim.median, row, marker, color=colour, markersize=7)
+        bar = claim.at_least if claim.at_least is not None else claim.at_most
+        if bar is not None:
+            axes.plot([bar, bar], [row - 0.38, row + 0.38], color="black", linewidth=1.6)
+    axes.set_yticks(range(len(claims)), [f"{claim.text}   {claim.bar}" for claim in claims], fontsize=8)
+    axes.set_ylim(len(claims) - 0.4, -0.6)
+    axes.set_xscale("log")
+    ticks = [tick for tick in (0.5, 1, 2, 4, 8, 16, 32, 64, 128) if tick <= 2 * max(c.median for c in claims)]
+    axes.set_xticks(ticks, [f"{tick:g}×" for tick in ticks])
+    axes.minorticks_off()
+    axes.grid(axis="x", alpha=0.3)
+    axes.axvline(1, color="black", linewidth=0.6, linestyle=":")
+    present = {claim.reached for claim in claims}
+    handles = [
+        Line2D([], [], marker=marker, color=colour, linestyle="", label=label)
+        for kind, (marker, colour, label) in _STYLES.items()
+        if kind in present
+    ]
+    handles.append(Line2D([], [], marker="|", markersize=11, color="black", linestyle="", label="bar"))
+    axes.legend(handles=handles, fontsize=8, loc="lower right")
+    axes.set_title(machine, fontsize=8, loc="left")
+    figure.savefig(path, dpi=150, metadata={"Software": None})
+    plt.close(figure)

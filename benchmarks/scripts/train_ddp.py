@@ -1,0 +1,34 @@
+"""DistributedDataParallel on Gloo: torchrun --nproc-per-node 2 benchmarks/scripts/train_ddp.py
+
+Its input costs nothing but slicing: neither a sampler nor a loader stands between it and the tensors.
+"""
+
+import torch.distributed as dist
+from stopwatch import Stopwatch
+from torch.nn.parallel import DistributedDataParallel
+from workload import loss, make_data, make_model, make_optimizer, parse
+
+
+def main() -> None:
+    parser = parse(__doc__)
+    parser.add_argument("--bucket-view", action="store_true", help="gradient_as_bucket_view=True")
+    parser.add_argument("--fused", action="store_true", help="fused=True in the optimizer")
+    options = parser.parse_args()
+
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = DistributedDataParallel(make_model(options), gradient_as_bucket_view=options.bucket_view)
+    optimizer = make_optimizer(options, model, fused=options.fused or None)
+    x, y = make_data(options, world)
+    watch = Stopwatch(options.times if rank == 0 else None)
+    for part in range(rank, options.steps * world, world):
+        rows = slice(part * options.batch_size, (part + 1) * options.batch_size)
+        optimizer.zero_grad()
+        loss(model, (x[rows], y[rows])).backward()
+        optimizer.step()
+        watch.step()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

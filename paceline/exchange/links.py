@@ -1,0 +1,168 @@
+"""Between hosts: the owners of the same shard, one on each, add up their sums through torch.distributed.
+
+Inside a host shared memory has already summed all replicas, and every owner has a link of its own, so each byte of
+a gradient crosses a host's link once, however many replicas the host has. Over H hosts an owner's range is cut into
+H parts; each is sent to the host that sums it, and comes back summed:
+
+    host 0   │ part 0 │ part 1 │ ──all to all──▶ sums part 0 ──all gather──▶ │ part 0 │ part 1 │
+    host 1   │ part 0 │ part 1 │ ──────────────▶ sums part 1 ──────────────▶ │ part 0 │ part 1 │
+
+What crosses is coded by the wire; sums are float32. Every host decodes the same bytes, so all have the same bits.
+The backend is chosen by the device: Gloo for CPU memory, NCCL for GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
+
+from paceline.errors import ReplicaDied
+from paceline.exchange.wire import Feedback, Wire
+
+__all__ = ["Links", "Store", "open_store"]
+
+
+class Links:
+    """This owner's connections to the owners of the same shard on the other hosts."""
+
+    def __init__(
+        self, store: Store, name: str, host: int, hosts: int, wire: Wire, timeout_s: float, device: torch.device
+    ) -> None:
+        self.host = host
+        self.hosts = hosts
+        self._wire = wire
+        self._device = device
+        self._store = store
+        self._timeout = timedelta(seconds=timeout_s)
+        # Two groups, because small sums of the model's forward and the bulk of the gradients travel at the same time.
+        self._small = self._connect(f"{name}/small")
+        self._bulk = self._connect(f"{name}/bulk")
+        self._ranges: dict[int, _Range] = {}
+
+    def _connect(self, name: str) -> Any:
+        store = PrefixStore(name, self._store)
+        with self._explained():
+            if self._device.type == "cuda":
+                nccl: Any = dist.ProcessGroupNCCL  # only there where torch was built for GPUs
+                options = nccl.Options()
+                options._timeout = self._timeout
+                return nccl(store, self.host, self.hosts, options)
+            return ProcessGroupGloo(store, self.host, self.hosts, self._timeout)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, dist.DistError) as error:
+            raise ReplicaDied(
+                f"host {self.host} lost its link to another host ({_first_line(error)}): see that host's output"
+            ) from error
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over all hosts of a few numbers, uncoded. All owners of this link call it."""
+        total = values.to(self._device, copy=True).contiguous()
+        with self._explained():
+            self._small.allreduce([total]).wait()
+        return total.to(values.device)
+
+    def sum_range(self, key: int, values: torch.Tensor) -> None:
+        """Replace `values` (1-D float32) by their sum over all hosts. `key` names the range from step to step."""
+        if key not in self._ranges:
+            self._ranges[key] = _Range(values, self.host, self.hosts, self._wire)
+        coding = self._ranges[key]
+        with self._explained():
+            coding.encode_parts(values)
+            self._bulk.alltoall_base(coding.received, coding.sent, [], []).wait()
+            coding.sum_own_part(values)
+            self._bulk.allgather([coding.gathered], [coding.own_sum]).wait()
+            coding.decode_sums(values)
+
+    def commit(self) -> None:
+        """The step was accepted: what lossy coding has lost is carried into the next one."""
+        for coding in self._ranges.values():
+            for feedback in coding.feedback.values():
+                feedback.commit()
+
+
+class _Range:
+    """Buffers of one range, and the residuals if its wire loses something."""
+
+    def __init__(self, values: torch.Tensor, host: int, hosts: int, wire: Wire) -> None:
+        elements = values.numel()
+        block = wire.block
+        self._part = -(-elements // (hosts * block)) * block  # all parts equal; the last ones may be padded
+        self._host, self._hosts, self._wire = host, hosts, wire
+        coded = wire.encoded_bytes(self._part)
+        coded = -(-coded // 4) * 4
+        self._coded = coded
+
+        def space(size: int) -> torch.Tensor:
+            return torch.zeros(size, dtype=torch.uint8, device=values.device)
+
+        self.sent, self.received, self.own_sum = space(hosts * coded), space(hosts * coded), space(coded)
+        self.gathered = [space(coded) for _ in range(hosts)]
+        self.feedback: dict[int, Feedback] = {}
+        if wire.lossy:  # the key `host` is for the sum that this host sends out
+            self.feedback = {part: Feedback(self._size(elements, part), wire) for part in range(hosts)}
+
+    def _size(self, elements: int, part: int) -> int:
+        return max(0, min(self._part, elements - part * self._part))
+
+    def _parts(self, values: torch.Tensor) -> list[torch.Tensor]:
+        start = [part * self._part for part in range(self._hosts)]
+        return [values[at : at + self._size(values.numel(), k)] for k, at in enumerate(start)]
+
+    def _encode(self, key: int, values: torch.Tensor, out: torch.Tensor) -> None:
+        out = out[: self._wire.encoded_bytes(values.numel())]
+        if self.feedback:
+            self.feedback[key].encode(values, out)
+        else:
+            self._wire.encode(values, out)
+
+    def encode_parts(self, values: torch.Tensor) -> None:
+        for part, part_values in enumerate(self._parts(values)):
+            if part != self._host:
+                self._encode(part, part_values, self.sent[part * self._coded : (part + 1) * self._coded])
+
+    def sum_own_part(self, values: torch.Tensor) -> None:
+        """Add up this host's part in the order of the hosts; its own share has never been coded."""
+        own = self._parts(values)[self._host]
+        size = self._wire.encoded_bytes(own.numel())
+        for other in range(self._hosts):
+            if other != self._host:
+                at = other * self._coded
+                self._wire.decode_add(self.received[at : at + size], own)
+        self._encode(self._host, own, self.own_sum)
+
+    def decode_sums(self, values: torch.Tensor) -> None:
+        for part, part_values in enumerate(self._parts(values)):
+            # Its own part too: all hosts must hold the same bits.
+            coded = self.gathered[part][: self._wire.encoded_bytes(part_values.numel())]
+            self._wire.decode(coded, part_values)
+
+
+def open_store(rendezvous: str, *, serve: bool, timeout_s: float) -> Store:
+    """The key-value store by which processes of several hosts find each other."""
+    address, _, port = rendezvous.rpartition(":")
+    try:
+        store = TCPStore(
+            address.strip("[]"),
+            int(port),
+            is_master=serve,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,  # a second trainer of this process uses the same one
+        )
+    except (RuntimeError, dist.DistError) as error:
+        raise ReplicaDied(f"nobody answers at {rendezvous} ({_first_line(error)}): start host 0 first") from error
+    return PrefixStore("paceline", store)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

@@ -1,0 +1,137 @@
+"""What many tests start: a script under `paceline run`, and what is to be known of it afterwards.
+
+Scripts tell what they found by `print(json.dumps(…))`, a line each. Every replica's lines are in its log, so that a
+test can compare what the replicas say.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+TESTS = Path(__file__).parent
+MAIN = "import sys; from paceline.cli import main; sys.exit(main())"
+
+
+class Run:
+    """A `paceline` command in a folder of its own, still running until `end`."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.folder = folder
+        # Threads of torch cost more than they give at these sizes, and one process must not differ from several.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
+        self.process = subprocess.Popen(
+            arguments, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        self.began = time.monotonic()
+
+    def end(self, timeout_s: float = 90.0) -> Run:
+        try:
+            self.out, self.err = self.process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGQUIT)  # ends everything at once
+            out, err = self.process.communicate(timeout=30)
+            pytest.fail(f"still running after {timeout_s:g} s:\n{out}\n{err}", pytrace=False)
+        self.seconds = time.monotonic() - self.began
+        self.code = self.process.returncode
+        return self
+
+    def fine(self) -> Run:
+        """The end of a run in which nothing went wrong."""
+        self.end()
+        assert self.code == 0, self.err
+        return self
+
+    # ── what it said ─────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def path(self) -> Path:
+        return self.folder / "run"
+
+    def log(self, replica: int) -> str:
+        return (self.path / f"replica-{replica}.log").read_text()
+
+    def said(self, replica: int) -> list[dict[str, Any]]:
+        """The JSON lines that this replica printed, or plain `python` without replicas."""
+        text = self.log(replica) if self.path.exists() else self.out
+        return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+    def told(self, key: str, replica: int = 0) -> Any:
+        """The one value that this replica gave for `key`."""
+        (found,) = (line[key] for line in self.said(replica) if key in line)
+        return found
+
+    def all_told(self, key: str, replica: int = 0) -> list[Any]:
+        """Every value that this replica gave for `key`, in order."""
+        return [line[key] for line in self.said(replica) if key in line]
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.path / "events.jsonl").read_text().splitlines()]
+
+    def count(self, event: str) -> int:
+        return sum(entry["event"] == event for entry in self.events)
+
+    @property
+    def sentence(self) -> str:
+        """The one sentence, of all that was said, by which a failing run explains itself."""
+        lines = [line for line in self.err.splitlines() if line and not line.startswith("paceline: ")]
+        assert len(lines) == 1, self.err
+        assert "Traceback" not in self.err
+        return lines[0]
+
+    # ── what it left ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def assert_nothing_left(self) -> None:
+        """No process of the run, and so none of its anonymous memory, and no file in /dev/shm."""
+        started = {entry["pid"] for entry in self.events if entry["event"] in ("started", "restarted")}
+        end = time.monotonic() + 5
+        while left := [pid for pid in psutil.pids() if self._belongs(pid, started)]:
+            assert time.monotonic() < end, f"still there: {[psutil.Process(pid).cmdline() for pid in left]}"
+            time.sleep(0.02)
+        shared = os.listdir("/dev/shm")
+        assert not [name for name in shared if "paceline" in name or any(f"_{pid}_" in name for pid in started)]
+
+    def _belongs(self, pid: int, started: set[int]) -> bool:
+        try:
+            process = psutil.Process(pid)
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return False
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            ours = str(self.path) in process.environ().get("PACELINE_PLACE", "")
+            return ours or (pid in started and "memfd:paceline" in maps)
+        except (psutil.Error, OSError):
+            return False
+
+
+Start = Callable[..., Run]
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
+    """`start(script, "--replicas 2", "--its own arguments")`: the script under `paceline run`, in a new folder.
+
+    `script` is a path, or the text of one. With `replicas=None` it is plain `python script`.
+    """
+
+    def start(script: str | Path, flags: str | None = "", arguments: str = "", *, folder: Path | None = None) -> Run:
+        folder = folder or tmp_path_factory.mktemp("run")
+        if isinstance(script, str):
+            (folder / "train.py").write_text(script)
+            script = Path("train.py")
+        if flags is None:
+            return Run(folder, sys.executable, str(script), *arguments.split())
+        command = [sys.executable, "-c", MAIN, "run", str(script), "--run-folder", "run", "--quiet", *flags.split()]
+        return Run(folder, *command, "--", *arguments.split())
+
+    return start

@@ -1,0 +1,143 @@
+"""Faults that read as sentences.
+
+    kill(replica=1).at(step=3).in_("backward")
+
+A test gives them to `faulty_training.py` as JSON, which calls `arm` for each; the process that is meant then kills
+itself with SIGKILL, at exactly that moment and in the worst possible way: in the middle of an update it first
+scribbles over everything the update may write to.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+
+from paceline.exchange.board import Board
+from paceline.exchange.shared import SharedSums
+from paceline.owners.owner import Owner
+
+# Moments that the script announces itself …
+IN_THE_SCRIPT = ("start", "forward", "backward", "evaluation", "between")
+# … and those inside Paceline.
+INSIDE = {
+    "building": "it has made or opened the shared memory, and has not said so",
+    "statistics": "before its part of BatchNorm's statistics is there",
+    "waiting": "its gradient is there, and it begins to wait for the others'",
+    "deciding": "all gradients are there, nothing is updated",
+    "norm": "before it has measured its part of the gradient's length",
+    "update": "one chunk is updated, the next is half written",
+    "adoption": "it has half written a chunk of an owner that died",
+    "closing": "its own updates are complete, and it begins to wait for the others'",
+    "saving": "the training file has its name, the model file does not",
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Who is killed, and when. A process that was started again is spared."""
+
+    replica: int
+    step: int = 0
+    moment: str = "between"
+
+    def at(self, step: int) -> Fault:
+        return replace(self, step=step)
+
+    def in_(self, moment: str) -> Fault:
+        assert moment in IN_THE_SCRIPT or moment in INSIDE, moment
+        return replace(self, moment=moment)
+
+
+def kill(replica: int) -> Fault:
+    return Fault(replica)
+
+
+def as_argument(faults: Sequence[Fault]) -> str:
+    """One word of a command line."""
+    return json.dumps([asdict(fault) for fault in faults], separators=(",", ":"))
+
+
+def from_argument(text: str) -> list[Fault]:
+    return [Fault(**fault) for fault in json.loads(text)]
+
+
+# ── inside the process that is meant ─────────────────────────────────────────────────────────────────────────
+
+
+def die(*_: Any) -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("cannot be reached")
+
+
+def arm(fault: Fault, steps: Callable[[], int]) -> Callable[[str], None]:
+    """Let this process die at the fault's moment. `steps` tells how many updates have been made so far.
+
+    Returns what the script calls at the moments that only it knows.
+    """
+
+    def due() -> bool:
+        return steps() == fault.step
+
+    def before(owner: Any, name: str, act: Callable[..., None]) -> None:
+        """Once the step has come, call `act` before each call of `owner.name`."""
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if due():
+                act(*args)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, wrapped)
+
+    def scribble_and_die(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.detach().fill_(float("nan"))
+                for value in optimizer.state[parameter].values():
+                    if isinstance(value, torch.Tensor):
+                        value.fill_(float("nan"))
+        die()
+
+    def at_second(act: Callable[..., None]) -> Callable[..., None]:
+        calls: list[None] = []
+
+        def counted(*args: Any) -> None:
+            calls.append(None)
+            if len(calls) == 2:
+                act(*args)
+
+        return counted
+
+    match fault.moment:
+        case "building":
+            before(Board, "hold_arena", die)
+        case "statistics":
+            before(SharedSums, "sum", die)
+        case "waiting":
+            before(Board, "await_arrivals", die)
+        case "deciding":
+            before(Owner, "begin", die)
+        case "norm":
+            before(Owner, "norm", die)
+        case "update":
+            before(torch.optim.SGD, "step", at_second(scribble_and_die))
+        case "adoption":
+            before(Owner, "_put_back", lambda *_: before(torch.optim.SGD, "step", scribble_and_die))
+        case "closing":
+            before(Owner, "update", lambda *_: before(Board, "wait", die))
+        case "saving":
+            before(os, "replace", at_second(die))
+
+    def reached(moment: str) -> None:
+        if moment == fault.moment and due():
+            die()
+
+    return reached

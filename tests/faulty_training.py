@@ -1,0 +1,99 @@
+"""A training run to kill: several chunks a replica, BatchNorm, momentum, clipping, evaluations, saves.
+
+Prints what must not depend on deaths: losses, evaluations, the ledger's proof, and a checksum of the replica's model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from checksum import checksum
+from faults import arm, from_argument
+from torch import nn
+
+import paceline as pl
+from paceline.exchange.board import Board
+from paceline.launch.place import find_place
+
+SAMPLES, BATCH = 60, 12  # five updates an epoch
+
+
+class Watched(nn.Module):
+    """Tells when it is in forward, and when in backward."""
+
+    def __init__(self, inner: nn.Sequential) -> None:
+        super().__init__()
+        self.inner = inner
+        self.reached: Callable[[str], None] = lambda moment: None
+        # By then half of the gradients are in the arena.
+        inner[2].register_full_backward_hook(lambda *_: self.reached("backward"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.inner(x)
+        self.reached("forward")
+        return y
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--faults", type=from_argument, default=[])
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--save", type=Path, default=Path("last.safetensors"))
+    parser.add_argument("--await-return", action="store_true", help="slow down while a replica is missing")
+    options = parser.parse_args()
+
+    place = find_place()
+    trainer: pl.Trainer | None = None
+
+    def steps() -> int:
+        return trainer.steps if trainer is not None else 0
+
+    meant = [fault for fault in options.faults if fault.replica == place.rank and not place.restarted]
+    moments = [arm(fault, steps) for fault in meant]
+
+    def reached(moment: str) -> None:
+        for check in moments:
+            check(moment)
+
+    reached("start")
+    torch.manual_seed(0)
+    # Three matrices of 200 kB and more: every owner has several chunks.
+    net = nn.Sequential(nn.Linear(16, 256, bias=False), nn.BatchNorm1d(256), nn.Linear(256, 256), nn.ReLU())
+    model = Watched(nn.Sequential(*net, nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 4)))
+    model.reached = reached
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(SAMPLES, 16, generator=generator), torch.randint(4, (SAMPLES,), generator=generator)
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    def metric(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        reached("evaluation")
+        return loss(model, batch)
+
+    trainer = pl.Trainer(model, optimizer, loss, clip_norm=0.5)
+    trainer.resume(options.save)
+    board = Board(place.board) if place.board is not None else None
+    losses, evaluations = {}, []
+    for _ in range(options.epochs):
+        for batch in trainer.batches((x, y), BATCH, seed=5):
+            reached("between")
+            number = trainer.steps
+            losses[number] = trainer.step(batch)
+            if options.await_return and board is not None and not all(map(board.alive, range(board.replicas))):
+                time.sleep(0.05)
+        evaluations.append(trainer.evaluate((x, y), metric, batch_size=8))
+        trainer.save(options.save)
+    print(json.dumps({"losses": losses, "evaluations": evaluations, "checksum": checksum(model)}))
+    print(json.dumps({"ledger": trainer.ledger.check(), "steps": trainer.steps}))
+
+
+if __name__ == "__main__":
+    main()
