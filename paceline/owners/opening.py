@@ -75,9 +75,15 @@ def _share_board(place: Place, store: Store) -> Place:
     if place.replica == 0:
         descriptor = Board.create(place.replicas, supervised=False).descriptor
         store.set(key, f"{os.getpid()}/{descriptor}")
+        # This process may be the one that serves the store: it stays until all have what they came for.
+        store.wait([f"{key}/{replica}" for replica in range(1, place.replicas)])
     else:
         process, held = store.get(key).decode().split("/")
         descriptor = os.open(f"/proc/{process}/fd/{held}", os.O_RDWR | os.O_CLOEXEC)
+        store.set(f"{key}/{place.replica}", "opened")
+    if "OMP_NUM_THREADS" not in os.environ:
+        # Each replica with threads for all cores would make them fight for the cores.
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.replicas))
     place = msgspec.structs.replace(place, board=descriptor)
     # The next trainer of this process finds it there.
     os.environ[PLACE_VARIABLE] = msgspec.json.encode(place).decode()
