@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from benchmarks.measure import Claim, Result, Setting, fastest, per_round, time_in_turns
@@ -19,7 +20,7 @@ SIZES = {
 
 def run(setting: Setting) -> Result:
     training = SIZES[setting.scale]
-    contestants = {
+    contestants: dict[str, Callable[[], float]] = {
         "one process": training.one_process,
         "one replica": training.one_replica,
         "2 replicas, Paceline": partial(training.replicas, 2),

@@ -124,5 +124,7 @@ def median_exchange_s(ranks: Sequence[Sequence[tuple[float, float]]], warm_up: i
     An exchange lasts from the moment the last rank is ready until all are done. So waiting for a rank that
     computes longer is not counted as exchanging.
     """
-    repetitions = list(zip(*ranks, strict=True))[warm_up:]
-    return statistics.median(max(done for _, done in pairs) - max(ready for ready, _ in pairs) for pairs in repetitions)
+    lasted: list[float] = []
+    for pairs in list(zip(*ranks, strict=True))[warm_up:]:
+        lasted.append(max(done for _, done in pairs) - max(ready for ready, _ in pairs))
+    return statistics.median(lasted)

@@ -119,7 +119,7 @@ def run(setting: Setting) -> Result:
     notes = [
         f"{size.replicas} replicas. One set of parameters is {size.model_bytes / MB:,.0f} MB, of AdamW's state "
         f"{STATES * size.model_bytes / MB:,.0f} MB, of gradients {size.model_bytes / MB:,.0f} MB a replica. "
-        "Copies = (all − the idle run − gradients) / (parameters + state). Largest sample after the warm-up, launcher included."
+        "Copies = (all − the idle run − gradients) / (parameters + state), launcher included, at the largest."
     ]
     return Result(title=TITLE, series=tuple(series), claims=tuple(claims), notes=tuple(notes))
 

@@ -24,9 +24,11 @@ from torch.optim import Optimizer
 
 from paceline.errors import ReplicaDied
 from paceline.exchange.board import Board, HostWord, Kind, Members, Phase, Word
+from paceline.exchange.links import Links
 from paceline.exchange.together import Together
 from paceline.launch.place import Place, find_place
 from paceline.owners.build import SharedModel, announce
+from paceline.owners.opening import meet
 from paceline.owners.optimizer import ShardOptimizer
 from paceline.owners.owner import Owner
 from paceline.owners.reducer import MeanReducer
@@ -50,8 +52,7 @@ def distribute(model: Model, optimizer: SomeOptimizer) -> tuple[Model, SomeOptim
     if where.world == 1 and where.board is None:
         model.no_sync = _nothing  # type: ignore[assignment]
         return model, optimizer
-    assert where.board is not None
-    _Distributed(model, optimizer, where, Board(where.board))
+    _Distributed(model, optimizer, *meet(model, where))
     return model, optimizer
 
 
@@ -63,7 +64,7 @@ def _nothing() -> Iterator[None]:
 class _Distributed:
     """The hooks behind one distributed loop."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, where: Place, board: Board) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, where: Place, board: Board, links: Links | None) -> None:
         if where.restarted:
             raise ReplicaDied(
                 f"replica {where.replica} was started again, but a loop under pl.distribute cannot be joined in the "
@@ -72,14 +73,17 @@ class _Distributed:
         self._board = board
         self._replica = where.replica
         self._together = Together(board, where.replica, where.strategy.timeout_s)
+        self._links = links
         self._users = optimizer
         announce(board, self._replica)
         self._shared = SharedModel(model, optimizer, self._together, several_hosts=False)
         self._shared.share()
+        if links is not None:
+            self._shared.compare_hosts(links)
         arena = self._arena = self._shared.arena
         self._optimizer = ShardOptimizer(optimizer, arena, self._shared.states)
         self._owner = Owner(self._together, arena, self._optimizer)
-        self._reducer = MeanReducer(self._together, arena)
+        self._reducer = MeanReducer(self._together, arena, links)
         if self._shared.users_state:
             self._fill_state(self._shared.users_state)
         self._parameters = self._shared.trained
@@ -135,12 +139,16 @@ class _Distributed:
             return members
 
         members = self._together.attempt(one_try)
-        self._shared.take_buffers()
-        used = self._arena.touched[list(members.ranks)].amax(0).tolist()
+        self._shared.take_buffers(self._links)
+        used = self._arena.touched[list(members.ranks)].amax(0)
+        if self._links is not None:
+            used = self._links.sum(used.double())
         self._reducer.reduce(members)
-        for index, parameter in enumerate(self._parameters):
-            if used[index]:
-                parameter.grad = self._views[index]
+        for parameter, view, is_used in zip(self._parameters, self._views, used.tolist(), strict=False):
+            if is_used:
+                parameter.grad = view
+        if self._links is not None:
+            self._links.commit()
         self._board.enter(self._replica, Phase.BETWEEN)
 
     # ── the optimizer ────────────────────────────────────────────────────────────────────────────────────

@@ -3,6 +3,8 @@
 Its input costs nothing but slicing: neither a sampler nor a loader stands between it and the tensors.
 """
 
+import time
+
 import torch.distributed as dist
 from stopwatch import Stopwatch
 from torch.nn.parallel import DistributedDataParallel
@@ -28,6 +30,7 @@ def main() -> None:
         optimizer.step()
         watch.step()
     dist.destroy_process_group()
+    time.sleep(0.5)  # Gloo's threads are still ending: torch aborts if the interpreter ends before they have
 
 
 if __name__ == "__main__":

@@ -66,13 +66,26 @@ class Links:
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over all hosts of a few numbers, uncoded. All owners of this link call it."""
+        return self._sum(self._small, values)
+
+    def _sum(self, group: Any, values: torch.Tensor) -> torch.Tensor:
         total = values.to(self._device, copy=True).contiguous()
         with self._explained():
-            self._small.allreduce([total]).wait()
+            group.allreduce([total]).wait()
         return total.to(values.device)
 
-    def sum_range(self, key: int, values: torch.Tensor) -> None:
-        """Replace `values` (1-D float32) by their sum over all hosts. `key` names the range from step to step."""
+    def sum_values(self, key: int, values: torch.Tensor) -> None:
+        """Replace 1-D `values` of any float type by their sum over all hosts; `key` names them from step to step."""
+        if values.dtype is torch.float32:
+            self._sum_range(key, values)
+        elif values.dtype.itemsize < 4:
+            wide = values.float()
+            self._sum_range(key, wide)
+            values.copy_(wide)
+        else:
+            values.copy_(self._sum(self._bulk, values))
+
+    def _sum_range(self, key: int, values: torch.Tensor) -> None:
         if key not in self._ranges:
             self._ranges[key] = _Range(values, self.host, self.hosts, self._wire)
         coding = self._ranges[key]

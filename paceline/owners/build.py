@@ -7,6 +7,7 @@ then let go of their own copy. A replica that was started again takes what it fi
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 
 from paceline.errors import ModelError, ReplicaDied
 from paceline.exchange.board import Board, Kind, MemberLost, Members, Phase, Word
+from paceline.exchange.links import Links
 from paceline.exchange.together import Together
 from paceline.memory import Arena, Layout, ModelArena
 from paceline.memory.layout import aligned
@@ -140,15 +142,34 @@ class SharedModel:
                     "the start; set the same seed in every process before the model is made",
                 )
 
-    # ── buffers, for a replica that joins ────────────────────────────────────────────────────────────────
+    def compare_hosts(self, links: Links) -> None:
+        """All hosts must start from the same parameters, bit by bit."""
+        slots = self.layout.slots
+        checks = [zlib.crc32(self.arena.parameter(slot).cpu().numpy().tobytes()) for slot in slots]
+        if links.sum(torch.tensor([len(slots)])) != len(slots) * links.hosts:
+            raise ModelError("model", f"{len(slots)} parameters", "another host has another number of them")
+        totals = links.sum(torch.tensor(checks, dtype=torch.int64)).tolist()
+        for slot, check, total in zip(slots, checks, totals, strict=True):
+            if total != check * links.hosts:
+                raise ModelError(
+                    "model",
+                    slot.name,
+                    "this parameter differs between hosts at the start; set the same seed in every process before the "
+                    "model is made",
+                )
+
+    # ── buffers ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def publish_buffers(self) -> None:
         for place, buffer in self._buffer_places():
             place.copy_(buffer)
 
-    def take_buffers(self) -> None:
+    def take_buffers(self, links: Links | None = None) -> None:
+        """What the chief has published; with `links`, the first host's."""
         for place, buffer in self._buffer_places():
             buffer.copy_(place)
+            if links is not None:
+                buffer.copy_(links.sum(buffer if links.host == 0 else torch.zeros_like(buffer)))
 
     def _buffer_places(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         places, offset = [], 0

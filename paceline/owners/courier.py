@@ -10,8 +10,6 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import torch
-
 from paceline.errors import Stalled
 from paceline.exchange.board import Members, Phase, Word
 from paceline.exchange.links import Links
@@ -109,11 +107,4 @@ class Courier:
             parts = [self._arena.chunk_of(self._arena.gradients[rank], chunk) for rank in members.ranks]
             sum_into(self._arena.chunk_of(self._arena.sums, chunk), parts)
         run = self._arena.sums[chunks[first].start : chunks[last].stop].view(dtype)
-        if dtype is torch.float32:
-            self._links.sum_range(first, run)
-        elif dtype.itemsize < 4:
-            wide = run.float()
-            self._links.sum_range(first, wide)
-            run.copy_(wide)
-        else:
-            run.copy_(self._links.sum(run))
+        self._links.sum_values(first, run)

@@ -15,7 +15,6 @@ before they update. Between hosts a death is not survived: the hosts that are le
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -71,7 +70,7 @@ class MirroredEngine:
         self._statistics = Statistics()
         self._undo_exact = make_exact(model, self._statistics)
         if links is not None:
-            self._compare_hosts(links)
+            self._shared.compare_hosts(links)
         if self._shared.users_state and not self.joining:
             self._together.once(lambda: self._optimizer.take_state(self._shared.users_state))
 
@@ -156,7 +155,7 @@ class MirroredEngine:
         self._check_options(members)
         closed, touched = self._close(members)
         if not self._exact_statistics:
-            self._shared.take_buffers()
+            self._shared.take_buffers(self._links)
         if self._courier is not None:
             self._courier.finish()
             board.enter(me, Phase.UPDATING)
@@ -212,22 +211,6 @@ class MirroredEngine:
         for other in members.ranks:
             if self._board.get(other, Word.OPTIONS) != mine:
                 raise _different_options(f"replica {self._replica}", f"replica {other}")
-
-    def _compare_hosts(self, links: Links) -> None:
-        """All hosts must start from the same parameters, bit by bit."""
-        checks = [zlib.crc32(self._arena.parameter(slot).cpu().numpy().tobytes()) for slot in self._shared.layout.slots]
-        own = torch.tensor([len(checks), *checks], dtype=torch.float64)
-        count = links.sum(own[:1])
-        if count != own[0] * links.hosts:
-            raise ModelError("model", f"{len(checks)} parameters", "another host has another number of them")
-        for slot, mine, total in zip(self._shared.layout.slots, checks, links.sum(own[1:]).tolist(), strict=True):
-            if total != mine * links.hosts:
-                raise ModelError(
-                    "model",
-                    slot.name,
-                    "this parameter differs between hosts at the start; set the same seed in every process before the "
-                    "model is made",
-                )
 
     def _chief_duties(self, members: Members) -> None:
         """Decisions that hold from this step on: written before the chief arrives, read after all have."""

@@ -8,6 +8,7 @@ owner that was killed in between finds either all parts untouched, or the noted 
 from __future__ import annotations
 
 from paceline.exchange.board import Members, Phase, Word
+from paceline.exchange.links import Links
 from paceline.exchange.together import Together
 from paceline.memory import ModelArena, assign
 from paceline.owners.owner import sum_into
@@ -16,9 +17,10 @@ from paceline.owners.owner import sum_into
 class MeanReducer:
     """One replica's part of reducing gradients in place."""
 
-    def __init__(self, together: Together, arena: ModelArena) -> None:
+    def __init__(self, together: Together, arena: ModelArena, links: Links | None = None) -> None:
         self._together = together
         self._arena = arena
+        self._links = links
 
     def reduce(self, members: Members) -> None:
         """All members' gradients are in their buffers; leaves the mean in each of them."""
@@ -40,7 +42,11 @@ class MeanReducer:
             parts = [arena.chunk_of(arena.gradients[rank], chunk) for rank in members.ranks]
             mean = arena.undo(me, number)[0].view(chunk.dtype)
             sum_into(mean, parts)
-            mean.div_(len(parts))
+            count = len(parts)
+            if self._links is not None:
+                self._links.sum_values(number, mean)
+                count *= self._links.hosts
+            mean.div_(count)
             self._together.board.set(me, Word.UNDO, number + 1)
             for part in parts:
                 part.copy_(mean)
