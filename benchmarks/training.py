@@ -18,7 +18,7 @@ DDP_FUSED = {"DDP, bucket view, fused optimizer": ("--bucket-view", "--fused")}
 
 @dataclass(frozen=True)
 class Training:
-    """What the scripts train, and for how long. `batch_size` is a replica's."""
+    """What the scripts train, and for how long. `batch_size` is a replica's, `steps` an epoch's."""
 
     model: str
     width: int
@@ -27,6 +27,7 @@ class Training:
     steps: int
     warm_up: int
     optimizer: str = "sgd"
+    epochs: int = 1
 
     def arguments(self, times: Path) -> list[str]:
         given = {
@@ -36,6 +37,7 @@ class Training:
             "optimizer": self.optimizer,
             "batch-size": self.batch_size,
             "steps": self.warm_up + self.steps,
+            "epochs": self.epochs,
             "times": times,
         }
         return [word for name, value in given.items() for word in (f"--{name}", str(value))]

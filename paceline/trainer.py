@@ -8,8 +8,8 @@ close the step, and commits the lease. The part is a function of how many replic
 engine asks for the step again and gets a larger part of the very same samples.
 
 A script that is resumed, or a replica that is started again, runs from its first line like any other. What lies
-behind the position it resumes at is passed over: `batches` yields nothing for finished epochs, `evaluate` returns
-what was recorded, `save` does nothing.
+behind the run's position is passed over (`Itinerary`): `batches` yields nothing for finished epochs, `evaluate`
+returns what was recorded, `save` does nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from paceline import checkpoint, training_state
 from paceline.data import Ahead, Feed, Lease, Ledger, open_feed
 from paceline.errors import DataError, LossError, PacelineError, StrategyError
+from paceline.itinerary import Itinerary, with_one_more_step
 from paceline.launch.place import Place, find_place
 from paceline.owners.engine import Closed, Computed, Share
 from paceline.owners.opening import open_engine
@@ -98,27 +99,21 @@ class Trainer:
         recording = self._place.recording
         self._recorder = Recorder(recording, self._engine, model) if recording is not None else None
         self._drawn: _Drawn | None = None
-        self._ledger: Ledger | None = None
-        self._steps_before = 0  # updates of earlier ledgers
-        self._chapter = -1  # number of the ledger that the script has reached, counted from 0
-        self._reached = 0  # epochs of that ledger for which the script has called `batches`
-        self._resumed: dict[str, Any] | None = None  # notes of a run whose position the script has yet to reach
-        self._results: list[list[Any]] = []  # evaluations: chapter, epoch, position, how-manieth there, value
-        self._evaluations_here = (0, 0, 0, 0)
+        self._itinerary = Itinerary()
 
     # ── what a user may ask ──────────────────────────────────────────────────────────────────────────────
 
     @property
     def ledger(self) -> Ledger:
         """Which samples have been counted. `trainer.ledger.check()` proves that each was, once."""
-        if self._ledger is None:
+        if self._itinerary.ledger is None:
             raise PacelineError("trainer.ledger is empty: it begins with the first call of trainer.batches")
-        return self._ledger
+        return self._itinerary.ledger
 
     @property
     def steps(self) -> int:
         """Updates made so far, over the whole run, resumed parts included."""
-        return self._steps_before + (self._ledger.step if self._ledger is not None else 0)
+        return self._itinerary.steps
 
     @property
     def replica(self) -> int:
@@ -163,44 +158,19 @@ class Trainer:
         feed = open_feed(dataset, collate)
         self._join_if_restarted()
         asked = Ledger(feed.length, batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last)
-        if not self._turn_to(asked):
+        turned = self._itinerary.turn_to(asked, epochs)
+        if turned is None:
             return
-        ledger = self.ledger
-        first = self._reached
-        self._reached += epochs
+        ledger, stop_epoch = turned
         ahead = Ahead(feed, ledger, depth=prefetch)
         try:
-            yield from self._draw(ledger, feed, ahead, first + epochs)
+            yield from self._draw(ledger, feed, ahead, stop_epoch)
         finally:
             ahead.close()
 
-    def _turn_to(self, asked: Ledger) -> bool:
-        """Make `asked` the ledger, or go on with the present one if it is the same. False: it lies behind."""
-        current = self._ledger
-        same = current is not None and all(
-            getattr(current, field) == getattr(asked, field) for field in ("length", "seed", "shuffle", "drop_last")
-        )
-        if not same or self._chapter < 0:
-            self._chapter += 1
-            self._reached = 0
-        elif current is not None:
-            current.batch_size = asked.batch_size
-        if self._resumed is not None:
-            if self._chapter < self._resumed["chapter"]:
-                self._ledger = asked
-                return False
-            asked.load(self._resumed["ledger"])
-            self._steps_before = self._resumed["steps_before"]
-            self._resumed = None
-            self._ledger = asked
-        elif not same:
-            self._steps_before = self.steps
-            self._ledger = asked
-        return True
-
     def _draw(self, ledger: Ledger, feed: Feed, ahead: Ahead, stop_epoch: int) -> Iterator[Any]:
         if feed.length is not None:
-            self._engine.expect(self._steps_before + _steps_until(ledger, stop_epoch))
+            self._engine.expect(self.steps - ledger.step + _steps_until(ledger, stop_epoch))
         while True:
             lease = ledger.next()
             if lease.epoch >= stop_epoch:
@@ -304,7 +274,10 @@ class Trainer:
     def _book(self, lease: Lease, count: int) -> None:
         parts = lease.parts(count, self._accumulate)
         self.ledger.commit(lease, [part for member in parts for part in member])
-        # A scheduler warns unless it has seen its optimizer step; the owners' have.
+        self._step_scheduler()
+
+    def _step_scheduler(self) -> None:
+        # A scheduler warns unless it has seen its optimizer step; here the owners' optimizers have.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         if self._scheduler is not None:
             self._scheduler.step()
@@ -317,11 +290,10 @@ class Trainer:
         The model is in eval mode and the samples are divided among the replicas.
         """
         self._join_if_restarted()
-        place = self._evaluation_place()
-        if self._behind:
-            for *recorded, value in self._results:
-                if recorded == place:
-                    return value
+        evaluation = self._itinerary.next_evaluation()
+        known, value = self._itinerary.recorded(evaluation)
+        if known:
+            return value
         feed = open_feed(dataset, collate)
         if feed.length is None:
             raise DataError("dataset", type(dataset).__name__, "evaluate on one that has a length")
@@ -340,7 +312,7 @@ class Trainer:
             self.model.train(was_training)
         means = [float(total) / ledger.length for total in sums[: len(names)]]  # type: ignore[operator]
         value = means[0] if names == [None] else dict(zip(names, means, strict=True))
-        self._results.append([*place, value])
+        self._itinerary.record(evaluation, value)
         return value
 
     def _measure(
@@ -362,27 +334,7 @@ class Trainer:
                 sums[index] += float(number) * (len(part) if whole else 0)
         return torch.tensor(sums, dtype=torch.float64)
 
-    def _evaluation_place(self) -> list[int]:
-        """Where in the run this evaluation stands, so that a resumed script finds its result again."""
-        if self._ledger is None or self._behind:
-            where = (max(self._chapter, 0), self._reached, 0)
-        else:
-            where = (self._chapter, self._ledger.epoch, self._ledger.position)
-        count = self._evaluations_here[3] + 1 if self._evaluations_here[:3] == where else 0
-        self._evaluations_here = (*where, count)
-        return [*where, count]
-
     # ── saving and resuming ──────────────────────────────────────────────────────────────────────────────
-
-    @property
-    def _behind(self) -> bool:
-        """Whether the script has yet to reach the position it was resumed at."""
-        if self._resumed is not None:
-            ledger = self._resumed["ledger"]
-            return ledger is not None and (self._chapter, self._reached, 0) < (
-                self._resumed["chapter"], ledger["epoch"], ledger["position"],
-            )  # fmt: skip
-        return self._ledger is not None and self._reached < self._ledger.epoch
 
     def save(self, path: str | os.PathLike[str], *, keep: int = 2) -> None:
         """Save the model, and everything needed to go on, as a checkpoint at `path`; the one before is kept.
@@ -390,7 +342,7 @@ class Trainer:
         `path` itself is a safetensors file with the model's own state_dict.
         """
         self._join_if_restarted()
-        if self._behind:
+        if self._itinerary.script_is_behind:
             return
 
         def write() -> None:
@@ -409,7 +361,7 @@ class Trainer:
         """
         if self._engine.joining:
             return True  # takes over the state of the living instead
-        if self._ledger is not None:
+        if self._itinerary.ledger is not None:
             raise PacelineError(f"trainer.resume({os.fspath(path)!r}) comes too late: call it before trainer.batches")
         if not Path(path).exists():
             return False
@@ -423,47 +375,31 @@ class Trainer:
     def _notes(self) -> dict[str, Any]:
         """Everything about the run that is not a tensor."""
         return {
-            "step": self.steps,
-            "steps_before": self._steps_before,
-            "chapter": max(self._chapter, 0),
-            "ledger": self._ledger.state() if self._ledger is not None else None,
+            **self._itinerary.notes(),
             "options": training_state.group_options(self.optimizer),
             "scheduler": training_state.schedule_notes(self._scheduler),
-            "results": self._results,
             "configuration": {"replicas": self.replicas, "accumulate": self._accumulate},
         }
-
-    def _notes_for_joining(self) -> dict[str, Any]:
-        """The same, in the middle of a step: before it is booked."""
-        assert self._drawn is not None
-        return {**self._notes(), "closing_samples": self._drawn.lease.size}
 
     def _take_notes(self, notes: dict[str, Any]) -> None:
         training_state.restore_options(self.optimizer, notes["options"])
         if self._scheduler is not None and notes["scheduler"] is not None:
             self._scheduler.load_state_dict(notes["scheduler"])
-        self._results = [list(result) for result in notes["results"]]
-        if notes["ledger"] is not None:
-            self._resumed = notes
+        self._itinerary.resume(notes)
+
+    def _notes_for_joining(self) -> dict[str, Any]:
+        """The same in the middle of a step, before it is booked."""
+        assert self._drawn is not None
+        return {**self._notes(), "open_samples": self._drawn.lease.size}
 
     def _join_if_restarted(self) -> None:
         """A process that was started again takes its place among the living."""
         if not self._engine.joining:
             return
         notes = self._engine.join()
-        # The notes are of the moment before the step that has just been closed: account for that one too.
-        ledger = notes["ledger"]
-        length, batch_size = ledger["length"], ledger["batch_size"]
-        current = Ledger(
-            length, batch_size, seed=ledger["seed"], shuffle=ledger["shuffle"], drop_last=ledger["drop_last"]
-        )
-        current.load(ledger)
-        lease = dataclasses.replace(current.next(), stop=current.next().start + notes["closing_samples"])
-        current.commit(lease, [range(lease.start, lease.stop)])
-        self._take_notes({**notes, "ledger": current.state()})
-        if self._scheduler is not None:
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]
-            self._scheduler.step()
+        # They were taken while the step was open that has now been closed: account for that one too.
+        self._take_notes(with_one_more_step(notes, notes["open_samples"]))
+        self._step_scheduler()
 
     def close(self) -> None:
         """Let go of shared memory. Not needed at the end of a script."""

@@ -12,7 +12,7 @@ def main() -> None:
     trainer = pl.Trainer(model, make_optimizer(options, model), loss)
     data = make_data(options, trainer.replicas)
     watch = Stopwatch(options.times if trainer.chief else None)
-    for batch in trainer.batches(data, options.batch_size * trainer.replicas):
+    for batch in trainer.batches(data, options.batch_size * trainer.replicas, epochs=options.epochs):
         trainer.step(batch)
         watch.step()
 

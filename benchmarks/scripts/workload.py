@@ -27,7 +27,8 @@ def parse(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--depth", type=int, default=4, help="hidden layers (conv always has four)")
     parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd")
     parser.add_argument("--batch-size", type=int, default=32, help="samples a replica, each step")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=30, help="an epoch")
+    parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--times", type=Path, help="write down when each step ended")
     return parser
 
@@ -75,7 +76,7 @@ def make_optimizer(
 
 
 def make_data(options: argparse.Namespace, replicas: int) -> Batch:
-    """As many samples as all replicas together use in all steps."""
+    """As many samples as all replicas together use in an epoch."""
     count = options.steps * options.batch_size * replicas
     random = torch.Generator().manual_seed(1)
     images = torch.randn(count, *IMAGES[options.model], generator=random)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Annotated, Any, NamedTuple
 
@@ -189,6 +189,11 @@ class Ledger:
             raise PacelineError(f"{lease} cannot be committed: {fault}")
         _append(self._committed, lease.epoch, range(lease.start, lease.stop))
         self._move(Place(lease.step + 1, lease.epoch, lease.stop))
+
+    def commit_samples(self, samples: int) -> None:
+        """Count the next update, made by others, which had this many samples."""
+        lease = replace(self.next(), stop=self.next().start + samples)
+        self.commit(lease, [range(lease.start, lease.stop)])
 
     def _move(self, place: Place) -> None:
         following = self._lease(*place)
