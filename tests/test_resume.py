@@ -150,5 +150,5 @@ def test_resuming_after_the_first_batch_is_refused(tmp_path: Path) -> None:
     trainer = new_trainer()
     path = tmp_path / "model.safetensors"
     epochs(trainer, 3, path)
-    with pytest.raises(pl.PacelineError, match="comes too late: call it before trainer.batches"):
+    with pytest.raises(pl.PacelineError, match=r"comes too late: call it before trainer\.batches"):
         trainer.resume(path)

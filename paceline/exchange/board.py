@@ -51,6 +51,7 @@ class HostWord(enum.IntEnum):
     TOTAL_STEPS = 4  # for the progress display; 0 while unknown
     SUPERVISED = 5  # 1 if a supervisor declares deaths
     CLOSED = 6  # the last step that is complete: all shards updated
+    FIRST_REPLICA = 7  # number of this host's replica 0 among all hosts'
 
 
 class Word(enum.IntEnum):
@@ -75,6 +76,7 @@ class Word(enum.IntEnum):
     UPDATE_NS = 16
     OPTIONS = 17  # fingerprint of its optimizer's options
     LOSS = 18  # float: its share of the step's loss
+    MEAN_LOSS = 26  # float: the mean loss over the whole batch of the last closed step
     SAMPLES_SEEN = 19  # samples of the whole batch, summed over the run
     PID = 20
     KIND = 21  # what kind of op it works on: all must do the same
@@ -373,13 +375,14 @@ class Board:
         'replica 0 waits for gradients of step 0 (0 s); replica 1 is computing step 0 (0 s)'
         """
         now = time.monotonic_ns()
+        first = self.host_get(HostWord.FIRST_REPLICA)
         says = []
         for rank in range(self.replicas):
             if not self.alive(rank):
-                says.append(f"replica {rank} has ended")
+                says.append(f"replica {first + rank} has ended")
                 continue
             phase = Phase(self.get(rank, Word.PHASE))
             since_s = (now - self.get(rank, Word.SINCE_NS)) // 1_000_000_000
             of = f"of step {self.get(rank, Word.STEP)}" if phase.is_wait else f"step {self.get(rank, Word.STEP)}"
-            says.append(f"replica {rank} {phase.words} {of} ({since_s} s)")
+            says.append(f"replica {first + rank} {phase.words} {of} ({since_s} s)")
         return "; ".join(says)

@@ -3,6 +3,8 @@
 It is anonymous (`memfd_create`): it has no name in any folder, no limit but the machine's memory (a container's
 small /dev/shm does not matter), and the kernel frees it when the last process that maps it has ended, however it
 ended. Another process opens it through the descriptor of one that holds it.
+
+A replica that shares memory with nobody, above all one on a GPU, has a private arena on its own device.
 """
 
 from __future__ import annotations
@@ -16,13 +18,15 @@ import torch
 
 from paceline.errors import ArenaError
 
+NO_DESCRIPTOR = -1
+
 
 class Arena:
     """A mapped shared segment, and typed views of it."""
 
-    def __init__(self, descriptor: int, size: int) -> None:
+    def __init__(self, memory: torch.Tensor, descriptor: int = NO_DESCRIPTOR) -> None:
+        self._bytes = memory
         self.descriptor = descriptor
-        self._bytes = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
 
     @classmethod
     def create(cls, size: int, what: str) -> Arena:
@@ -36,7 +40,12 @@ class Arena:
         except OSError as error:
             os.close(descriptor)
             raise ArenaError(_too_large(size, free, what)) from error
-        return cls(descriptor, size)
+        return cls(_mapped(descriptor, size), descriptor)
+
+    @classmethod
+    def private(cls, size: int, device: torch.device) -> Arena:
+        """Memory of this process alone."""
+        return cls(torch.zeros(size, dtype=torch.uint8, device=device))
 
     @classmethod
     def attach(cls, process: int, descriptor: int) -> Arena:
@@ -48,7 +57,7 @@ class Arena:
                 f"the shared memory of process {process} cannot be opened ({error.strerror}): "
                 "replicas of one host must run as one user and see one another's processes"
             ) from error
-        return cls(own, os.fstat(own).st_size)
+        return cls(_mapped(own, os.fstat(own).st_size), own)
 
     @property
     def size(self) -> int:
@@ -63,9 +72,13 @@ class Arena:
 
     def close(self) -> None:
         """Give the descriptor back. The memory itself goes with the last view of it."""
-        if self.descriptor >= 0:
+        if self.descriptor != NO_DESCRIPTOR:
             os.close(self.descriptor)
-            self.descriptor = -1
+            self.descriptor = NO_DESCRIPTOR
+
+
+def _mapped(descriptor: int, size: int) -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
 
 
 def _too_large(size: int, free: int, what: str) -> str:

@@ -74,11 +74,17 @@ class ModelArena:
 
     @classmethod
     def create(cls, layout: Layout, sizes: Sizes) -> ModelArena:
+        """In shared memory."""
         _, total = _regions(layout, sizes)
         what = f"{sizes.replicas} replicas of a model of {layout.bytes / 2**20:,.1f} MiB"
         model_arena = cls(Arena.create(total, what), layout, sizes)
         model_arena._description.copy_(_as_bytes(_description(layout)))
         return model_arena
+
+    @classmethod
+    def private(cls, layout: Layout, sizes: Sizes, device: torch.device) -> ModelArena:
+        """For one replica alone."""
+        return cls(Arena.private(_regions(layout, sizes)[1], device), layout, sizes)
 
     @staticmethod
     def described(arena: Arena) -> list[list[Any]]:

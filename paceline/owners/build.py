@@ -35,7 +35,7 @@ class SharedModel:
     def __init__(self, model: nn.Module, optimizer: Optimizer, together: Together, *, several_hosts: bool) -> None:
         board = together.board
         named = grouped_parameters(model, optimizer)
-        _refuse_unshareable(named)
+        self._device = _device_of(named)
         self.layout = Layout.plan(named, owners=board.replicas, whole_tensors=needs_whole_tensors(optimizer))
         by_name = {name: parameter for name, parameter, _ in named}
         self.parameters = [by_name[slot.name] for slot in self.layout.slots]
@@ -69,7 +69,10 @@ class SharedModel:
     def share(self) -> None:
         """Come to have an arena in common with the other replicas, which all call this."""
         number = self._together.board.next_arena(self._replica)
-        self._together.attempt(lambda members: self._try_to_share(number, members))
+        if self._together.board.replicas == 1:
+            self._fill(ModelArena.private(self.layout, self._sizes, self._device))
+        else:
+            self._together.attempt(lambda members: self._try_to_share(number, members))
 
     def join(self) -> None:
         """Take part in the arena of a run in progress."""
@@ -87,7 +90,7 @@ class SharedModel:
         board.work_on(members, Kind.BUILD, Phase.STARTING)
         if not hasattr(self, "arena"):
             if members.chief == self._replica and board.arena_holder(number) is None:
-                self._create()
+                self._fill(ModelArena.create(self.layout, self._sizes))
                 board.hold_arena(self._replica, number, self.arena.arena.descriptor)
             else:
                 self._attach(number, members.chief, compare=True)
@@ -118,8 +121,9 @@ class SharedModel:
         self._point_to_arena()
         board.hold_arena(self._replica, number, arena.descriptor)
 
-    def _create(self) -> None:
-        self.arena = ModelArena.create(self.layout, self._sizes)
+    def _fill(self, arena: ModelArena) -> None:
+        """Make `arena` the home of this replica's parameters."""
+        self.arena = arena
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
             self.arena.parameter(slot).copy_(parameter.detach())
         self._point_to_arena()
@@ -181,7 +185,7 @@ class SharedModel:
 
 
 def announce(board: Board, replica: int) -> None:
-    """This process now runs in row `replica`."""
+    """This process now runs in row `replica`: whatever an earlier process counted there is over."""
     if board.get(replica, Word.PID) != os.getpid():
         board.set(replica, Word.PID, os.getpid())
         for word in (Word.OP, Word.ARENAS):
@@ -189,12 +193,17 @@ def announce(board: Board, replica: int) -> None:
     board.enter(replica, Phase.STARTING)
 
 
-def _refuse_unshareable(named: Sequence[tuple[str, nn.Parameter, int | None]]) -> None:
+def _device_of(named: Sequence[tuple[str, nn.Parameter, int | None]]) -> torch.device:
+    """The one device that all parameters are on."""
+    device = named[0][1].device
     for name, parameter, _ in named:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ModelError("model", name, "it has no shape yet; run one batch through the model first")
-        if parameter.device.type != "cpu":
-            raise ModelError("model", name, f"it is on {parameter.device}; shared memory takes CPU tensors")
+        if parameter.device != device:
+            raise ModelError(
+                "model", name, f"it is on {parameter.device} and {named[0][0]} on {device}; use one device"
+            )
+    return device
 
 
 def _scratch_bytes(model: nn.Module) -> int:

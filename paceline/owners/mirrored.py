@@ -54,6 +54,7 @@ class MirroredEngine:
         self.gradients_ready: Callable[[], None] | None = None
         self.notes_for_joining: Callable[[], dict[str, Any]] = dict
         announce(board, self._replica)
+        board.host_set(HostWord.FIRST_REPLICA, place.host * place.replicas)
         self._shared = SharedModel(model, optimizer, self._together, several_hosts=links is not None)
         self._shared.join() if self.joining else self._shared.share()
         arena = self._arena = self._shared.arena
@@ -173,6 +174,7 @@ class MirroredEngine:
         board.set(me, Word.COMPUTE_NS, computed_at - began)
         board.set(me, Word.WAIT_NS, arrived_at - computed_at)
         board.set(me, Word.UPDATE_NS, now - arrived_at)
+        board.set_float(me, Word.MEAN_LOSS, closed.loss)
         board.set(me, Word.SAMPLES_SEEN, board.get(me, Word.SAMPLES_SEEN) + closed.samples)
         board.set(me, Word.STEP, number + 1)
         board.enter(me, Phase.BETWEEN)
@@ -254,6 +256,7 @@ class MirroredEngine:
         board.set(me, Word.OP, board.get(me, Word.ADMIT_AT) - 1)
         self._shared.take_buffers()
         notes = self._arena.read_notes()
+        board.set(me, Word.SAMPLES_SEEN, max(board.get(rank, Word.SAMPLES_SEEN) for rank in range(board.replicas)))
         board.set(me, Word.JOINING, 0)
         self.joining = False
         return notes

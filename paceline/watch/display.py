@@ -86,7 +86,8 @@ class Meter:
     def read(self, board: Board, rows: Sequence[int], first_rank: int = 0) -> Progress:
         """`rows` are those that take part or have done so until the end."""
         now = time.monotonic()
-        step = max((board.get(row, Word.STEP) for row in rows), default=0)
+        furthest = max(rows, key=lambda row: board.get(row, Word.STEP), default=0)
+        step = board.get(furthest, Word.STEP) if rows else 0
         seen = max((board.get(row, Word.SAMPLES_SEEN) for row in rows), default=0)
         if step == 0 or self._before_first is None:
             self._before_first = (now, seen)
@@ -104,7 +105,7 @@ class Meter:
         return Progress(
             step=step,
             total_steps=total,
-            loss=sum(board.get_float(row, Word.LOSS) for row in rows) if step else None,
+            loss=board.get_float(furthest, Word.MEAN_LOSS) if step else None,
             samples_per_s=(seen - seen_then) / elapsed_s if elapsed_s else 0.0,
             left_s=(total - step) / steps_per_s if total and steps_per_s and total >= step else None,
             replicas=tuple(_times(board, row, first_rank + row) for row in rows),

@@ -166,7 +166,7 @@ def test_progress_is_shown_in_plain_lines_off_a_terminal(start: Start) -> None:
     script = """
 board.host_set(HostWord.TOTAL_STEPS, 8)
 for step in range(1, 9):
-    board.set_float(me, Word.LOSS, 0.125)
+    board.set_float(me, Word.MEAN_LOSS, 0.25)
     board.set(me, Word.SAMPLES_SEEN, 64 * step)
     at_step(step)
     time.sleep(0.2)

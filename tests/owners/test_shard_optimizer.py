@@ -279,8 +279,7 @@ class Remembering(optim.SGD):
 REFUSALS: dict[str, tuple[Callable[[nn.Module], Optimizer], str]] = {
     "LBFGS": (
         lambda model: optim.LBFGS(model.parameters()),
-        "optimizer is 'LBFGS': it needs the whole model and a closure; "
-        "use one that updates each parameter by itself",
+        "optimizer is 'LBFGS': it needs the whole model and a closure; use one that updates each parameter by itself",
     ),
     "SparseAdam": (
         sparse_adam,

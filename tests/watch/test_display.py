@@ -30,7 +30,7 @@ def test_progress_is_read_from_the_rows_that_take_part() -> None:
     assert meter.read(board, [0, 1, 2]).loss is None, "there is no loss before the first step"
     time.sleep(0.1)
     for row, loss in ((0, 0.25), (1, 0.5), (2, 99.0)):
-        board.set_float(row, Word.LOSS, loss)
+        board.set_float(row, Word.MEAN_LOSS, loss)
         board.set(row, Word.STEP, 10)
         board.set(row, Word.SAMPLES_SEEN, 640)
     board.set(0, Word.COMPUTE_NS, 6_000_000)
@@ -39,7 +39,7 @@ def test_progress_is_read_from_the_rows_that_take_part() -> None:
     board.enter(0, Phase.UPDATING)
     board.declare_ended(2)
     progress = meter.read(board, [0, 1], first_rank=4)
-    assert (progress.step, progress.total_steps, progress.loss) == (10, 100, 0.75)
+    assert (progress.step, progress.total_steps, progress.loss) == (10, 100, 0.25)
     assert 640 / 0.2 < progress.samples_per_s <= 640 / 0.1
     assert progress.left_s == pytest.approx(90 / 10 * 640 / progress.samples_per_s)
     assert progress.replicas[0] == ReplicaTimes(4, Phase.UPDATING, 6.0, 3.0, 1.0)

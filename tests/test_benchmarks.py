@@ -1,0 +1,319 @@
+"""The benchmarks' own arithmetic and report, and that each of them runs; never how fast anything is."""
+
+from __future__ import annotations
+
+import importlib
+import mmap
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks import __main__ as command
+from benchmarks import memory, processes, report
+from benchmarks.machine import Machine, this_machine
+from benchmarks.measure import (
+    Claim,
+    Result,
+    Series,
+    Setting,
+    Skipped,
+    fastest,
+    median_exchange_s,
+    median_step_s,
+    per_round,
+    time_in_turns,
+)
+from benchmarks.plot import draw
+from benchmarks.training import Training, read_marks
+from paceline.launch.cores import allowed_cores, share_of_cores
+
+MACHINE = Machine(processor="Abacus", cores=2, memory_gib=1, system="Linux 6", python="3.11", torch="2.13")
+
+
+# ── arithmetic ───────────────────────────────────────────────────────────────────────────────────────────────
+
+times = st.floats(1e-3, 1e3)
+
+
+@given(st.lists(st.tuples(times, times, st.floats(1, 10)), min_size=1, max_size=9))
+@settings(deadline=None, max_examples=50)
+def test_a_round_in_which_the_machine_was_slow_does_not_change_its_ratio(
+    rounds: list[tuple[float, float, float]],
+) -> None:
+    a, b, slowed_a, slowed_b = (
+        Series(name, "ms", tuple(figures))
+        for name, figures in (
+            ("a", [a for a, _, _ in rounds]),
+            ("b", [b for _, b, _ in rounds]),
+            ("slowed a", [a * by for a, _, by in rounds]),
+            ("slowed b", [b * by for _, b, by in rounds]),
+        )
+    )
+    assert per_round(slowed_a, slowed_b) == pytest.approx(per_round(a, b))
+    assert per_round(a, b, times=2) == pytest.approx([2 * ratio for ratio in per_round(a, b)])
+
+
+def test_contestants_take_turns_so_that_a_slow_drift_hits_all_alike() -> None:
+    order: list[str] = []
+    said: list[str] = []
+
+    def contestant(name: str) -> float:
+        order.append(name)
+        return float(len(order))
+
+    series = time_in_turns(
+        {"a": lambda: contestant("a"), "b": lambda: contestant("b")}, Setting("full", 3, said.append), "ms"
+    )
+    assert order == ["a", "b", "a", "b", "a", "b"]
+    assert series["a"] == Series("a", "ms", (1.0, 3.0, 5.0))
+    assert series["b"].median == 4.0
+    assert said[3] == "round 2/3  b: 4 ms"
+
+
+def test_a_peer_is_judged_by_its_fastest_way_by_median_and_not_by_luck() -> None:
+    steady, lucky = Series("steady", "ms", (5.0, 5.0, 5.0)), Series("lucky", "ms", (1.0, 9.0, 9.0))
+    assert fastest([lucky, steady]) is steady
+
+
+def test_step_times_leave_out_start_and_warm_up() -> None:
+    marks = [100.0, 109.0, 110.0, 112.0, 113.0]  # the second step took 9 s
+    assert median_step_s(marks, warm_up=2) == 1.0
+    assert median_step_s(marks, warm_up=1) == 1.5
+
+
+def test_an_exchange_is_counted_from_the_last_rank_that_is_ready_until_all_are_done() -> None:
+    rank0 = [(0.0, 9.0), (10.0, 15.5)]  # in the second repetition, ready 4 s before rank 1
+    rank1 = [(0.0, 9.0), (14.0, 15.0)]
+    assert median_exchange_s([rank0, rank1], warm_up=1) == 1.5
+
+
+def test_a_claim_is_reached_by_its_median_on_the_right_side_of_the_bar() -> None:
+    rounds = (0.9, 1.1, 2.0)
+    assert Claim(text="", rounds=rounds, at_least=1.1).reached is True
+    assert Claim(text="", rounds=rounds, at_least=1.11).reached is False
+    assert Claim(text="", rounds=rounds, at_most=1.1).reached is True
+    assert Claim(text="", rounds=rounds, at_most=1.09).reached is False
+    assert Claim(text="", rounds=rounds).reached is None
+    assert Claim(text="", rounds=rounds, at_most=1.1).bar == "≤ 1.10×"
+    assert Claim(text="", rounds=rounds).figure == "1.10× (0.90 – 2.00)"
+
+
+def test_a_line_that_is_being_written_is_not_taken_for_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "times"
+    assert read_marks(path) == []
+    path.write_text("1.25\n2.5\n3.")
+    assert read_marks(path) == [1.25, 2.5]
+
+
+# ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_four_copies_are_counted_as_four_and_shared_ones_as_one() -> None:
+    size = memory.SIZES["full"]
+    model, idle = size.model_bytes, 1_000_000_000
+    assert memory.copies(idle + 4 * model + 3 * model, idle, size) == 1
+    assert memory.copies(idle + 4 * model + 4 * 3 * model, idle, size) == 4
+
+
+def test_memory_that_two_processes_share_is_counted_once() -> None:
+    size = 64 << 20
+    before = memory.pss([os.getpid()])
+    with mmap.mmap(-1, size) as shared:
+        shared.write(b"x" * size)
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            sum(shared[page] for page in range(0, size, 4096))
+            os.write(writing, b".")
+            time.sleep(60)
+            os._exit(0)
+        try:
+            os.read(reading, 1)
+            both = memory.pss([os.getpid()])  # finds the child by itself
+        finally:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+            os.close(reading)
+            os.close(writing)
+    assert both.shared - before.shared == pytest.approx(size, rel=0.02)
+
+
+# ── the models are what the titles say ───────────────────────────────────────────────────────────────────────
+
+
+def parameters(training: Training, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.syspath_prepend(processes.SCRIPTS)
+    workload = importlib.import_module("workload")
+    options = workload.parse(None).parse_args(training.arguments(Path("times")))
+    return sum(parameter.numel() for parameter in workload.make_model(options).parameters())
+
+
+def test_models_have_the_sizes_that_the_bars_are_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    suite = {name: importlib.import_module(f"benchmarks.{name}") for name in ("mlp", "conv", "compute")}
+    assert parameters(suite["mlp"].SIZES["full"].training, monkeypatch) == pytest.approx(15e6, rel=0.06)
+    assert parameters(suite["conv"].SIZES["full"], monkeypatch) == pytest.approx(0.26e6, rel=0.01)
+    assert parameters(suite["compute"].SIZES["full"], monkeypatch) < 50_000
+    assert 4 * parameters(memory.SIZES["quick"].training, monkeypatch) == memory.SIZES["quick"].model_bytes
+    assert memory.SIZES["full"].model_bytes == pytest.approx(400e6, rel=0.01)
+
+
+# ── processes ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_when_one_rank_fails_its_last_words_are_given_and_the_others_are_ended(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    sleeper = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    failing = (
+        f"import os, sys, time\nwhile not os.path.exists({str(pid_file)!r}): time.sleep(0.01)\nsys.exit('so it ends')"
+    )
+    with pytest.raises(processes.Failed, match=r"exit code 1:\nso it ends"):
+        processes.run([processes.Process([sys.executable, "-c", source]) for source in (sleeper, failing)])
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid_file.read_text()), 0)
+
+
+def test_ddp_ranks_are_pinned_as_paceline_pins_replicas() -> None:
+    for hosts, count in ((1, 2), (1, 4), (2, 4)):
+        ranks = processes.ranks("train_ddp.py", [], count, hosts=hosts)
+        on_host = count // hosts
+        shares = [share_of_cores(local, on_host, allowed_cores()) for local in range(on_host)]
+        assert [rank.cores for rank in ranks] == shares * hosts
+        assert [rank.environment["RANK"] for rank in ranks] == [str(rank) for rank in range(count)]
+        assert [int(rank.environment["OMP_NUM_THREADS"]) for rank in ranks] == [len(cores) for cores in shares * hosts]
+        assert len({rank.environment["MASTER_PORT"] for rank in ranks}) == 1
+
+
+def test_a_process_really_runs_on_its_cores(tmp_path: Path) -> None:
+    core = allowed_cores()[-1]
+    path = tmp_path / "cores"
+    source = f"import os; open({str(path)!r}, 'w').write(str(os.sched_getaffinity(0)))"
+    processes.run([processes.Process([sys.executable, "-c", source], (core,))])
+    assert path.read_text() == str({core})
+
+
+# ── the report ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def result(median: float = 1.6) -> Result:
+    return Result(
+        title="A title",
+        series=(
+            Series("Paceline", "ms a step", (99.0, 100.0, 101.0)),
+            Series("DDP", "ms a step", (160.0, 160.0, 160.0)),
+        ),
+        claims=(
+            Claim(text="over DDP's", rounds=(median - 0.1, median, median + 0.1), at_least=1.5),
+            Claim(text="for information", rounds=(1.0,)),
+        ),
+        notes=("A note.",),
+        measured="2025-01-01 00:00",
+    )
+
+
+def test_what_was_written_is_read_back_and_the_page_shows_its_figures(tmp_path: Path) -> None:
+    written = report.Report(MACHINE, {"mlp": result(), "conv": result(1.2)})
+    record, page = report.write(written, tmp_path)
+    assert report.read(tmp_path) == written
+    assert record.name == "benchmarks.json"
+    text = page.read_text()
+    assert text.startswith("# Benchmarks\n")
+    assert "Machine: Abacus, 2 cores, 1 GiB, Linux 6, Python 3.11, torch 2.13." in text
+    assert "| over DDP's | ≥ 1.50× | 1.60× (1.50 – 1.70) | reached |" in text
+    assert "| over DDP's | ≥ 1.50× | 1.20× (1.10 – 1.30) | **not reached** |" in text
+    assert "| Paceline | 100 | 99 – 101 | ms a step |" in text
+    assert "`python -m benchmarks conv`, 2025-01-01 00:00." in text
+    assert "\nA note.\n" in text
+
+
+def test_only_what_is_between_the_markers_is_rewritten(tmp_path: Path) -> None:
+    page = tmp_path / "benchmarks.md"
+    page.write_text(f"my words\n{report.BEGIN}\nold\n{report.END}\nmore of them\n")
+    report.write(report.Report(MACHINE, {"mlp": result()}), tmp_path)
+    once = page.read_text()
+    assert once.startswith(f"my words\n{report.BEGIN}\n")
+    assert once.endswith(f"\n{report.END}\nmore of them\n")
+    assert "old" not in once
+    report.write(report.Report(MACHINE, {"mlp": result()}), tmp_path)
+    assert page.read_text() == once
+
+
+def test_a_page_without_markers_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    page = tmp_path / "benchmarks.md"
+    page.write_text("my words\n")
+    with pytest.raises(report.InvalidInput, match="it must have the lines"):
+        report.write(report.Report(MACHINE, {"mlp": result()}), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["benchmarks.md"]
+    assert page.read_text() == "my words\n"
+
+
+def test_a_partial_run_keeps_the_other_figures_of_the_same_machine_only() -> None:
+    before = report.Report(MACHINE, {"mlp": result(1), "start": result(2)})
+    order = ("mlp", "conv", "start")
+    now = before.with_new({"conv": result(3), "mlp": result(4)}, MACHINE, order)
+    assert now.results == {"mlp": result(4), "conv": result(3), "start": result(2)}
+    assert list(now.results) == list(order)
+    elsewhere = before.with_new({"conv": result(3)}, this_machine(), order)
+    assert elsewhere == report.Report(this_machine(), {"conv": result(3)})
+
+
+def test_the_plot_is_a_picture_of_all_kinds_of_claims(tmp_path: Path) -> None:
+    claims = [*result().claims, *result(1.2).claims, Claim(text="at most", rounds=(1.0,), at_most=1.1)]
+    draw(claims, tmp_path / "ratios.png", str(MACHINE))
+    assert (tmp_path / "ratios.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ── the command ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["alreduce"], "benchmark is 'alreduce': did you mean allreduce?"),
+        (
+            ["nothing-like-it"],
+            "benchmark is 'nothing-like-it': give one of mlp, conv, compute, allreduce, memory, hosts, ",
+        ),
+        (["--rounds", "2"], "rounds is 2: give 3 or more, or --quick"),
+        (["--out", "no/such"], "out is 'no/such': there is no such folder, make it first"),
+    ],
+)
+def test_bad_input_is_refused_with_a_sentence(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"benchmarks: {sentence}")
+    assert err.count("\n") == 1
+
+
+def test_help_names_every_benchmark_and_does_not_wait_for_torch() -> None:
+    source = "import sys; from benchmarks.__main__ import main\ntry: main(['--help'])\nfinally: sys.exit('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, cwd=Path(command.__file__).parent.parent
+    )
+    assert done.returncode == 0
+    for name in command.SUITE:
+        assert f"\n  {name} " in done.stdout
+
+
+# ── the benchmarks ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("name", command.SUITE)
+def test_it_runs(name: str) -> None:
+    said: list[str] = []
+    try:
+        found = importlib.import_module(f"benchmarks.{name}").run(Setting("tiny", 1, said.append))
+    except Skipped as reason:
+        pytest.skip(str(reason))
+    assert len(said) >= 2
+    assert found.claims
+    assert all(len(series.rounds) == 1 for series in found.series)
+    assert all(series.rounds[0] > 0 for series in found.series if series.unit != "MB")
