@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from benchmarks.measure import Claim, Result, Setting, fastest, per_round, time_in_turns
-from benchmarks.training import DDP, Training
+from benchmarks.training import Training, ddp_ways
 
 TITLE = "Compute-bound net: four convolutions on 64×64 images, 16 samples a replica"
 LEAST_SPEED_UP = 1.8
@@ -19,17 +19,17 @@ SIZES = {
 
 
 def run(setting: Setting) -> Result:
-    training = SIZES[setting.scale]
+    training, ways = SIZES[setting.scale], ddp_ways(setting)
     contestants: dict[str, Callable[[], float]] = {
         "one process": training.one_process,
         "one replica": training.one_replica,
         "2 replicas, Paceline": partial(training.replicas, 2),
-        **{f"2 replicas, {name}": partial(training.ddp, 2, *options) for name, options in DDP.items()},
+        **{f"2 replicas, {name}": partial(training.ddp, 2, *options) for name, options in ways.items()},
         "two processes apart": partial(training.apart, 2),
     }
     series = time_in_turns(contestants, setting, "ms a step")
     alone = fastest([series["one process"], series["one replica"]])
-    peer = fastest([series[f"2 replicas, {name}"] for name in DDP])
+    peer = fastest([series[f"2 replicas, {name}"] for name in ways])
     claims = [
         Claim(
             text="Compute-bound net: samples/s of 2 replicas over one",

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from benchmarks.measure import Claim, Result, Setting, fastest, per_round, time_in_turns
-from benchmarks.training import DDP, Training
+from benchmarks.training import Training, ddp_ways
 
 TITLE = "Conv net of 0.26M parameters with BatchNorm, 32 samples a replica, 2 replicas"
 LEAST = 1.0
@@ -26,11 +26,11 @@ SIZES = {
 
 
 def run(setting: Setting) -> Result:
-    training = SIZES[setting.scale]
+    training, ways = SIZES[setting.scale], ddp_ways(setting)
     contestants = {name: partial(training.replicas, 2, "--batchnorm", kind) for kind, name in KINDS.items()}
-    contestants |= {name: partial(training.ddp, 2, *options) for name, options in DDP.items()}
+    contestants |= {name: partial(training.ddp, 2, *options) for name, options in ways.items()}
     series = time_in_turns(contestants, setting, "ms a step")
-    peer = fastest([series[name] for name in DDP])
+    peer = fastest([series[name] for name in ways])
     claims = [
         Claim(
             text=f"Conv net, {kind} BatchNorm: samples/s over DDP's",

@@ -7,7 +7,7 @@ from functools import partial
 
 from benchmarks import processes
 from benchmarks.measure import Claim, Result, Setting, Skipped, fastest, per_round, time_in_turns
-from benchmarks.training import DDP, Training
+from benchmarks.training import Training, ddp_ways
 from paceline.errors import LaunchError
 from paceline.launch.emulate import EmulatedHosts, Emulation, check_permission
 
@@ -32,7 +32,7 @@ SIZES = {
 
 
 def run(setting: Setting) -> Result:
-    size = SIZES[setting.scale]
+    size, ways = SIZES[setting.scale], ddp_ways(setting)
     try:
         check_permission()
     except LaunchError as error:
@@ -42,10 +42,10 @@ def run(setting: Setting) -> Result:
         for wire in size.wires
     }
     with EmulatedHosts(Emulation.parse(EMULATION)) as hosts:
-        for name, options in DDP.items():
+        for name, options in ways.items():
             contestants[name] = partial(_ddp, size.training, hosts, options)
         series = time_in_turns(contestants, setting, "ms a step")
-    peer = fastest([series[name] for name in DDP])
+    peer = fastest([series[name] for name in ways])
     claims = [
         Claim(
             text=f"Two hosts, wire {wire}: samples/s over DDP's",

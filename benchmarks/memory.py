@@ -22,6 +22,7 @@ from benchmarks.training import Training, read_marks
 TITLE = "Memory of a 400 MB model under AdamW, 4 replicas"
 MOST_COPIES = 1.1  # one, and a little for activations and what is in flight
 STATES = 2  # AdamW keeps two numbers a parameter
+IDLE_STEPS = 500
 MB = 1e6
 
 
@@ -48,8 +49,10 @@ class Size:
 
     @property
     def idle(self) -> Size:
-        """The same with a model of next to nothing, for as many epochs as it takes to look at it several times."""
-        return replace(self, training=replace(self.training, width=8, depth=1, epochs=60))
+        """The same with a model of next to nothing, for long enough to look at it several times."""
+        training = self.training
+        epochs = -(-IDLE_STEPS // (training.warm_up + training.steps))
+        return replace(self, training=replace(training, width=8, depth=1, epochs=epochs))
 
     @property
     def model_bytes(self) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 from benchmarks.measure import Claim, Result, Series, Setting, fastest, per_round, time_in_turns
-from benchmarks.training import DDP, DDP_FUSED, Training
+from benchmarks.training import DDP_FUSED, Training, ddp_ways
 
 TITLE = "MLP of 15M parameters, 32 samples a replica"
 
@@ -31,7 +32,7 @@ SIZES = {
 
 
 def run(setting: Setting) -> Result:
-    size = SIZES[setting.scale]
+    size, ways = SIZES[setting.scale], ddp_ways(setting)
     contestants = {}
     for optimizer in size.optimizers:
         training, label = replace(size.training, optimizer=optimizer), OPTIMIZERS[optimizer]
@@ -40,10 +41,10 @@ def run(setting: Setting) -> Result:
         contestants[f"{label}, two processes apart"] = partial(training.apart, 2)
         for count in size.replicas:
             contestants[f"{label}, {count} replicas, Paceline"] = partial(training.replicas, count)
-            for name, options in {**DDP, **(DDP_FUSED if count == 2 else {})}.items():
+            for name, options in {**ways, **(DDP_FUSED if count == 2 else {})}.items():
                 contestants[f"{label}, {count} replicas, {name}"] = partial(training.ddp, count, *options)
     series = time_in_turns(contestants, setting, "ms a step")
-    claims = [claim for optimizer in size.optimizers for claim in _claims(series, optimizer, size.replicas)]
+    claims = [claim for optimizer in size.optimizers for claim in _claims(series, optimizer, size.replicas, ways)]
     notes = [
         "“Two processes apart” train at the same time, with nothing in common: what two busy cores cost.",
         "Paceline uses the fused kernel of the user's optimizer class where torch has one; DDP with it is shown.",
@@ -51,13 +52,13 @@ def run(setting: Setting) -> Result:
     return Result(title=TITLE, series=tuple(series.values()), claims=tuple(claims), notes=tuple(notes))
 
 
-def _claims(series: dict[str, Series], optimizer: str, replicas: tuple[int, ...]) -> list[Claim]:
+def _claims(series: Mapping[str, Series], optimizer: str, replicas: Iterable[int], ways: Iterable[str]) -> list[Claim]:
     label = OPTIMIZERS[optimizer]
     claims = []
     for count in replicas:
         of = f"{label}, {count} replicas"
         paceline = series[f"{of}, Paceline"]
-        peer = fastest([series[f"{of}, {name}"] for name in DDP])
+        peer = fastest([series[f"{of}, {name}"] for name in ways])
         claims.append(
             Claim(
                 text=f"MLP, {of}: samples/s over DDP's",

@@ -129,6 +129,8 @@ class _Distributed:
         for parameter, view in zip(self._parameters, self._views, strict=True):
             if parameter.grad is None:
                 view.zero_()
+            elif parameter.grad.data_ptr() != view.data_ptr():  # was frozen when the loop began, and has no hook
+                view.copy_(parameter.grad)
         self._arena.touched[self._replica, : len(touched)] = touched
 
         def one_try(members: Members) -> Members:

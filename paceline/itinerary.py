@@ -43,7 +43,7 @@ class Itinerary:
         if self._ahead is not None:
             run = (self._ahead["chapter"], self._ahead["ledger"]["epoch"], self._ahead["ledger"]["position"])
             return (self._chapter, self._epochs, 0) < run
-        return self.ledger is not None and self._epochs < self.ledger.epoch
+        return self.ledger is not None and (self._epochs, 0) < (self.ledger.epoch, self.ledger.position)
 
     def turn_to(self, asked: Ledger, epochs: int) -> tuple[Ledger, int] | None:
         """The script calls `batches` for `epochs` epochs of `asked`: the ledger to use, and the epoch to stop at.

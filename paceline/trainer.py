@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils._pytree import tree_map
 
 from paceline import checkpoint, training_state
 from paceline.data import Ahead, Feed, Lease, Ledger, open_feed
@@ -184,7 +185,9 @@ class Trainer:
             following = ledger.peek(lease)
             ahead.want([self._request(lease, share), self._request(following, share)])
             micro_batches = ahead.take(*self._request(lease, share))
-            given = micro_batches[0] if self._accumulate == 1 else MicroBatches(micro_batches)
+            given = MicroBatches(micro_batches)
+            if self._accumulate == 1:
+                given = micro_batches[0] if self._has_samples(lease, share) else _empty_like(self._sample(feed, lease))
             self._drawn = _Drawn(lease, feed, ahead, share, micro_batches, given)
             yield given
             if self._drawn is not None:
@@ -192,6 +195,12 @@ class Trainer:
                     f"the batch of update {lease.step} was drawn and never trained on: "
                     "give every batch to trainer.step, or end the loop"
                 )
+
+    def _has_samples(self, lease: Lease, share: Share) -> bool:
+        return bool(lease.parts(share.count)[share.index][0])
+
+    def _sample(self, feed: Feed, lease: Lease) -> Any:
+        return feed.load(self.ledger, lease.epoch, range(lease.start, lease.start + 1))
 
     def _request(self, lease: Lease, share: Share) -> tuple[int, tuple[range, ...]]:
         return lease.epoch, tuple(lease.parts(share.count, self._accumulate)[share.index])
@@ -383,8 +392,7 @@ class Trainer:
 
     def _take_notes(self, notes: dict[str, Any]) -> None:
         training_state.restore_options(self.optimizer, notes["options"])
-        if self._scheduler is not None and notes["scheduler"] is not None:
-            self._scheduler.load_state_dict(notes["scheduler"])
+        training_state.restore_schedule(self._scheduler, notes["scheduler"])
         self._itinerary.resume(notes)
 
     def _notes_for_joining(self) -> dict[str, Any]:
@@ -417,6 +425,11 @@ def _settled(place: Place, strategy: Mirrored | None) -> Place:
             f"this run has {place.world}; start it with `paceline run SCRIPT --replicas {strategy.replicas}`",
         )
     return place
+
+
+def _empty_like(batch: Any) -> Any:
+    """The same kind of batch with no samples: for a replica that has none in a last, small batch."""
+    return tree_map(lambda leaf: leaf[:0] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf, batch)
 
 
 def _steps_until(ledger: Ledger, epoch: int) -> int:

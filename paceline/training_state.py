@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from typing import Any
 
 import torch
@@ -92,10 +93,10 @@ def restore_options(optimizer: Optimizer, options: list[dict[str, Any]]) -> None
 
 
 def schedule_notes(scheduler: LRScheduler | None) -> dict[str, Any] | None:
-    """The scheduler's state, if there is one, checked to be plain data."""
+    """The scheduler's state, if there is one, as plain data."""
     if scheduler is None:
         return None
-    state = scheduler.state_dict()
+    state: dict[str, Any] = _plain(scheduler.state_dict())
     try:
         json.dumps(state)
     except (TypeError, ValueError) as error:
@@ -104,3 +105,27 @@ def schedule_notes(scheduler: LRScheduler | None) -> dict[str, Any] | None:
             "step that scheduler yourself instead of giving it to Trainer"
         ) from error
     return state
+
+
+def restore_schedule(scheduler: LRScheduler | None, notes: dict[str, Any] | None) -> None:
+    if scheduler is not None and notes is not None:
+        scheduler.load_state_dict(_from_plain(notes))
+
+
+def _plain(value: Any) -> Any:
+    """JSON has only text as keys; a table with other keys (MultiStepLR counts its milestones) is kept as pairs."""
+    if isinstance(value, dict):
+        if all(isinstance(key, str) for key in value):
+            return {key: _plain(entry) for key, entry in value.items()}
+        pairs = [[key, _plain(entry)] for key, entry in value.items()]
+        return {"pairs": pairs, "counter": isinstance(value, Counter)}
+    return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+
+
+def _from_plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {"pairs", "counter"}:
+            table = {key: _from_plain(entry) for key, entry in value["pairs"]}
+            return Counter(table) if value["counter"] else table
+        return {key: _from_plain(entry) for key, entry in value.items()}
+    return [_from_plain(entry) for entry in value] if isinstance(value, list) else value

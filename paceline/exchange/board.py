@@ -62,6 +62,7 @@ class Word(enum.IntEnum):
     WORKING = 2  # tag of the op it is trying
     ARRIVED = 3  # tag of the last op whose part it has finished
     POSTED = 4  # tag and number of its last contribution to a collective
+    READ = 27  # its last contribution to a collective that it has finished adding up
     NORMED = 5  # last op for which its owner's share of the gradient norm is known
     DONE = 6  # last op for which its owner's updates are complete
     UNDO = 7  # 1 + chunk it is updating at this moment; 0: none
@@ -260,24 +261,29 @@ class Board:
         self.host_set(HostWord.EPOCH, self.host_get(HostWord.EPOCH) + 1)
         return incarnation
 
-    def any_joining(self) -> bool:
-        """Whether a replica that was started again is ready to take part, and the notes for it can be written:
-        one that was admitted before may still be reading its own."""
-        ranks = range(self.replicas)
-        reading = any(self.alive(rank) and self.get(rank, Word.JOINING) for rank in ranks)
-        return not reading and any(self._is_joining(rank) for rank in ranks)
+    def any_joining(self, chief: int, op: int) -> bool:
+        """Whether notes should be written for one that was started again: it is ready to take part, or an earlier
+        try of this op has admitted it. Not while one that was admitted before is still reading its own."""
+        reading = admitted = False
+        for rank in range(self.replicas):
+            if self.alive(rank) and self.get(rank, Word.JOINING):
+                admitted |= self.get(rank, Word.ADMIT_AT) == op + 1
+                reading |= self.get(rank, Word.ADMIT_AT) <= op
+        return not reading and (admitted or any(self._is_joining(rank, chief) for rank in range(self.replicas)))
 
-    def _is_joining(self, rank: int) -> bool:
+    def _is_joining(self, rank: int, chief: int) -> bool:
+        """Ready, and at the same trainer of the script as the chief."""
         joining = self.get(rank, Word.JOINING)
-        return joining == self.get(rank, Word.INCARNATION) != self.get(rank, Word.ADMITTED)
+        ready = joining == self.get(rank, Word.INCARNATION) != self.get(rank, Word.ADMITTED)
+        return ready and self.get(rank, Word.ARENAS) == self.get(chief, Word.ARENAS)
 
-    def admit_joining(self, op: int) -> None:
+    def admit_joining(self, chief: int, op: int) -> None:
         """Chief only, before it arrives at `op`: whoever is ready takes part from the next op on.
 
         Everybody reads these words after `op` has closed, so all see the same members of the next one.
         """
         for rank in range(self.replicas):
-            if self._is_joining(rank):
+            if self._is_joining(rank, chief):
                 self.set(rank, Word.ADMIT_AT, op + 1)
                 self.set(rank, Word.ADMITTED, self.get(rank, Word.JOINING))
 

@@ -2,7 +2,8 @@
 
 Every participant leaves its values in its own scratch space, posts a number on the board, and adds up what the
 others left, in the order of their ranks: all get the same bits. Two scratch spaces take turns, so nobody
-overwrites what a slower one still reads: to be two sums ahead, one would have needed its contribution in between.
+overwrites what a slower one still reads, as long as all take part in all sums. When some do not, a replica first makes
+sure that the readers of what it left there before have finished.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.exchange.board import COLLECTIVE_BITS, Members, Word
+from paceline.errors import PacelineError
+from paceline.exchange.board import COLLECTIVE_BITS, Members, Phase, Word
 from paceline.exchange.together import Together
 from paceline.memory import ModelArena
 
@@ -26,6 +28,7 @@ class SharedSums:
         self._timeout_s = together.timeout_s
         self._members = Members(0, 0, (), together.replica)
         self._number = 0
+        self._last: dict[int, tuple[int, Sequence[int]]] = {}  # by scratch space: the last sum there, and who read it
 
     def begin(self, members: Members) -> None:
         """A try of an op begins; its sums are counted from 0."""
@@ -37,10 +40,36 @@ class SharedSums:
         members, number = self._members, self._number
         parity = (members.op + number) % 2
         self._number += 1
+        if values.nbytes > self._arena.scratch_bytes:
+            raise PacelineError(
+                f"{values.numel()} numbers were to be summed at once: at most {self._arena.scratch_bytes // 8} can be"
+            )
+        self._await_readers(parity)
         self._arena.scratch(parity, self._replica, values).copy_(values.reshape(-1))
-        self._board.set(self._replica, Word.POSTED, members.tag << COLLECTIVE_BITS | number)
+        post = members.tag << COLLECTIVE_BITS | number
+        self._last[parity] = (post, among)
+        self._board.set(self._replica, Word.POSTED, post)
         self._board.await_posts(members, among, number, self._timeout_s)
         total = self._arena.scratch(parity, among[0], values).clone()
         for other in among[1:]:
             total += self._arena.scratch(parity, other, values)
+        self._board.set(self._replica, Word.READ, post)
         return total.view(values.shape)
+
+    def _await_readers(self, parity: int) -> None:
+        """Until nobody reads any more what this replica left there before: who is dead, has gone on to another op or
+        try, or has finished that sum."""
+        if parity not in self._last:
+            return
+        board = self._board
+        post, readers = self._last[parity]
+
+        def ready() -> bool:
+            return all(
+                board.get(reader, Word.READ) >= post
+                or board.get(reader, Word.WORKING) > post >> COLLECTIVE_BITS
+                or not board.alive(reader)
+                for reader in readers
+            )
+
+        board.wait(self._replica, Phase.AWAITING_STATISTICS, ready, self._timeout_s)

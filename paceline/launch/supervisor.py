@@ -151,6 +151,7 @@ class Supervisor:
         self._board.enter(row, Phase.STARTING)
         place = msgspec.structs.replace(self._job.place, replica=row, board=self._board.descriptor, restarted=again)
         log = self._folder.open_log(place.rank)
+        self._folder.forget_failure(place.rank)
         replica = ReplicaProcess(self._job.script, self._job.arguments, place, log, self._guard)
         self._living[row] = replica
         self._selector.register(replica.pidfd, selectors.EVENT_READ, partial(self._on_end, replica))

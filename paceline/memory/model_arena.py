@@ -65,6 +65,7 @@ class ModelArena:
         self.updated = view(regions["updated"], torch.int64, [len(layout.chunks)])
         self.reduced = view(regions["reduced"], torch.int64, [len(layout.chunks)])
         self.touched = view(regions["touched"], byte, [count, len(layout.slots)])
+        self.scratch_bytes = sizes.scratch_bytes
         self._scratch = view(regions["scratch"], byte, [2, count, sizes.scratch_bytes])
         self._notes = view(regions["notes"], byte, [NOTES_BYTES])
         self.buffers = view(regions["buffers"], byte, [sizes.buffer_bytes])

@@ -106,7 +106,7 @@ class _ExactBatchNorm(torch.autograd.Function):
             raise ValueError("BatchNorm needs more than one value per channel in a batch when training")
         mean = sums[1 : channels + 1] / count
         variance = (sums[channels + 1 :] / count - mean.square()).clamp_(min=0)
-        kept_type = weight.dtype if weight is not None else own_mean.float().dtype
+        kept_type = weight.dtype if weight is not None else torch.promote_types(x.dtype, torch.float32)
         mean_x, variance_x = mean.to(kept_type), variance.to(kept_type)
         normalized = torch.native_batch_norm(x, weight, bias, mean_x, variance_x, False, 0.0, eps)[0]
         ctx.save_for_backward(x, weight, mean_x, variance_x)

@@ -7,6 +7,7 @@ then let go of their own copy. A replica that was started again takes what it fi
 from __future__ import annotations
 
 import os
+import time
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.errors import ModelError, ReplicaDied
+from paceline.errors import ArenaError, ModelError, ReplicaDied
 from paceline.exchange.board import Board, Kind, MemberLost, Members, Phase, Word
 from paceline.exchange.links import Links
 from paceline.exchange.together import Together
@@ -113,7 +114,16 @@ class SharedModel:
         if held is None:
             raise MemberLost
         holder, process, descriptor = held
-        arena = Arena.attach(process, descriptor)
+        try:
+            arena = Arena.attach(process, descriptor)
+        except ArenaError:
+            # It may have died a moment ago: then the supervisor is about to say so.
+            give_up = time.monotonic() + 1.0
+            while board.alive(holder):
+                if time.monotonic() > give_up:
+                    raise
+                time.sleep(0.001)
+            raise MemberLost from None
         _compare_descriptions(self.layout.describe(), ModelArena.described(arena), self._replica, holder)
         self.arena = ModelArena(arena, self.layout, self._sizes)
         if compare:

@@ -30,7 +30,7 @@ class GradientCollector:
         self._views = [arena.gradient(replica, arena.layout.slots[i]) for i in range(len(parameters))]
         self._touched = arena.touched[replica]
         self._seen = [False] * len(parameters)
-        self._dirty = [False] * len(parameters)
+        self._dirty = [True] * len(parameters)  # what a process before this one has left there
         self._landed = landed
         self._last_pass = True
         self._collecting = False

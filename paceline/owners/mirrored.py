@@ -14,6 +14,7 @@ before they update. Between hosts a death is not survived: the hosts that are le
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -219,12 +220,12 @@ class MirroredEngine:
         board = self._board
         if board.host_get(HostWord.STOP_REQUESTED) and not board.host_get(HostWord.STOP_AFTER):
             board.host_set(HostWord.STOP_AFTER, members.op)
-        joining = board.any_joining()
+        joining = board.any_joining(members.chief, members.op)
         if joining or not self._exact_statistics:
             self._shared.publish_buffers()
         if joining:
             self._arena.write_notes(self.notes_for_joining())
-            board.admit_joining(members.op)
+            board.admit_joining(members.chief, members.op)
 
     def total(self, compute: Callable[[Share], torch.Tensor]) -> torch.Tensor:
         def one_try(members: Members) -> torch.Tensor:
@@ -246,8 +247,12 @@ class MirroredEngine:
         board.set(me, Word.JOINING, incarnation)
 
         def admitted() -> bool:
-            if not any(board.alive(rank) for rank in range(board.replicas)):
+            living = [rank for rank in range(board.replicas) if board.alive(rank)]
+            if not living:
                 raise SystemExit(0)  # the others have finished meanwhile
+            if any(board.get(rank, Word.ARENAS) > board.get(me, Word.ARENAS) for rank in living):
+                print(f"replica {me} cannot join any more: the script has gone on to another trainer", file=sys.stderr)
+                raise SystemExit(0)
             return board.get(me, Word.ADMITTED) == incarnation and (
                 board.host_get(HostWord.CLOSED) >= board.get(me, Word.ADMIT_AT) - 1
             )

@@ -65,11 +65,12 @@ class ShardOptimizer:
         whether there is one at all (a parameter nobody used is left alone, as in one process)."""
         chunk = self._layout.chunks[number]
         used = [held for held in self._hold(number) if touched[held.piece.slot]]
-        by_group: dict[int, list[torch.Tensor]] = {}
+        # Those with state and those without are updated apart: fused kernels do not take a mixture.
+        alike: dict[tuple[int, bool], list[torch.Tensor]] = {}
         for held in used:
             held.parameter.grad = self._range(gradient, chunk, held.piece)
-            by_group.setdefault(held.group, []).append(held.parameter)
-        self._own.param_groups = [{**self._groups[group], "params": part} for group, part in by_group.items()]
+            alike.setdefault((held.group, held.born), []).append(held.parameter)
+        self._own.param_groups = [{**self._groups[group], "params": part} for (group, _), part in alike.items()]
         self._own.step()
         for held in used:
             held.parameter.grad = None

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch
 from torch.optim import Optimizer
 
 from paceline.errors import ModelError
-from paceline.memory import Layout, Piece
+from paceline.memory import Layout, Piece, Slot
 from paceline.memory.layout import aligned
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
@@ -101,13 +101,16 @@ class StateLayout:
             for piece in chunk.pieces:
                 slot = layout.slots[piece.slot]
                 assert slot.group is not None
-                alike = (slot.group, slot.dtype, slot.shape if whole else None, tuple(states.get(piece.slot, ())))
+                alike = (slot.group, slot.dtype, slot.shape if whole else None)
                 if alike not in found:
-                    shape = slot.shape if whole else (4,)
-                    found[alike] = _probe(optimizer, slot.group, slot.dtype, shape, states.get(piece.slot, {}))
+                    found[alike] = (
+                        _probe_whole(optimizer, slot, states.get(piece.slot, {}))
+                        if whole
+                        else _probe_elements(optimizer, slot)
+                    )
                 of_piece = []
                 for key, value in found[alike].items():
-                    entry = _entry(type(optimizer), key, value, offset, piece, (4,), whole)
+                    entry = _entry(type(optimizer), key, value, offset, piece, whole)
                     of_piece.append(entry)
                     size = entry.dtype.itemsize * math.prod(entry.shape)
                     offset = aligned(offset + size)
@@ -116,26 +119,37 @@ class StateLayout:
             self.block_bytes.append(offset)
 
 
-def _probe(
-    optimizer: Optimizer, group: int, dtype: torch.dtype, shape: Sequence[int], state: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What the optimizer keeps for one parameter, found by one update of a made-up one."""
+_PROBED = (4,)  # shape of the made-up parameter
+
+
+def _probe_elements(optimizer: Optimizer, slot: Slot) -> dict[str, Any]:
+    """What an elementwise optimizer keeps for one parameter, found by one update of a made-up one."""
+    assert slot.group is not None
+    parameter = torch.zeros(_PROBED, dtype=slot.dtype)
+    options = {**options_of(optimizer.param_groups[slot.group]), "params": [parameter]}
+    probe: Any = type(optimizer)
+    return _after_one_update(probe([options]), parameter)
+
+
+def _probe_whole(optimizer: Optimizer, slot: Slot, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for one that must see whole tensors: its class is not known, so it is copied rather than made."""
+    assert slot.group is not None
+    parameter = torch.zeros(slot.shape, dtype=slot.dtype)
     probe = bare_copy(optimizer)
-    parameter = torch.zeros(tuple(shape), dtype=dtype)
+    probe.state[parameter].update(copy.deepcopy(dict(state)))
+    probe.param_groups = [{**options_of(optimizer.param_groups[slot.group]), "params": [parameter]}]
+    return _after_one_update(probe, parameter)
+
+
+def _after_one_update(probe: Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
     parameter.grad = torch.zeros_like(parameter)
-    elements = parameter.numel()
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor) and value.dim() > 0:
-            value = value.detach().reshape(-1)[:elements].reshape(tuple(shape)).clone()
-        probe.state[parameter][key] = copy.deepcopy(value)
-    probe.param_groups = [{**options_of(optimizer.param_groups[group]), "params": [parameter]}]
     probe.step()
     return {key: value for key, value in probe.state[parameter].items() if value is not None}
 
 
-def _entry(kind: type, key: str, value: Any, offset: int, piece: Piece, probed: tuple[int, ...], whole: bool) -> Entry:
+def _entry(kind: type, key: str, value: Any, offset: int, piece: Piece, whole: bool) -> Entry:
     if isinstance(value, torch.Tensor):
-        elementwise = not whole and tuple(value.shape) == probed
+        elementwise = not whole and tuple(value.shape) == _PROBED
         shape = (piece.elements,) if elementwise else tuple(value.shape)
         return Entry(key, offset, value.dtype, shape, elementwise, None)
     if isinstance(value, (bool, int, float)):

@@ -6,7 +6,7 @@ tenth of the largest of them): a mistake in an algorithm is orders of magnitude 
 
 Some gradients are nothing but rounding, e.g. of a bias in front of a BatchNorm, which is zero in exact arithmetic.
 An optimizer that normalizes, like Adam, makes full steps of them, in a direction that rounding decides. Elements
-whose gradients do not agree in three digits are therefore left out from then on, and counted.
+whose gradients agree less well than the tolerance asks are therefore left out from then on, and counted.
 
 Within a step the causes come before their effects: loss, gradients, optimizer state, parameters, buffers.
 """
@@ -123,7 +123,7 @@ class _Comparison:
         scale = max(expected.abs().nan_to_num().max().item() if expected.numel() else 1.0, floor)
         kind, _, rest = name.partition("/")
         if kind == "gradient":
-            self._undecided[rest] = self._undecided.get(rest, False) | (off > 1e-3 * expected.abs())
+            self._undecided[rest] = self._undecided.get(rest, False) | (off > 0.5 * self._tolerance * expected.abs())
         else:
             parameter = rest.rpartition("/")[0] if kind == "optimizer" else rest
             undecided = self._undecided.get(parameter)

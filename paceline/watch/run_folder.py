@@ -118,6 +118,10 @@ class RunFolder:
     def has_failure(self, replica: int) -> bool:
         return (self.path / failure_name(replica)).exists()
 
+    def forget_failure(self, replica: int) -> None:
+        """A new process begins in this replica's place: what an earlier one left says nothing about it."""
+        (self.path / failure_name(replica)).unlink(missing_ok=True)
+
     def first_failure(self) -> Failure | None:
         """The earliest exception of any replica, of another host too if its folder can be seen from here."""
         failures = []
