@@ -22,7 +22,7 @@ from benchmarks.training import Training, read_marks
 TITLE = "Memory of a 400 MB model under AdamW, 4 replicas"
 MOST_COPIES = 1.1  # one, and a little for activations and what is in flight
 STATES = 2  # AdamW keeps two numbers a parameter
-IDLE_STEPS = 500
+IDLE_STEPS = 300
 MB = 1e6
 
 
@@ -93,7 +93,7 @@ class Size:
 SIZES = {
     "full": Size(Training("mlp", 1024, 96, batch_size=8, steps=6, warm_up=3, optimizer="adamw")),
     "quick": Size(Training("mlp", 1024, 10, batch_size=8, steps=30, warm_up=3, optimizer="adamw")),
-    "tiny": Size(Training("mlp", 256, 4, batch_size=2, steps=200, warm_up=1, optimizer="adamw"), replicas=2),
+    "tiny": Size(Training("mlp", 256, 4, batch_size=2, steps=100, warm_up=1, optimizer="adamw"), replicas=2),
 }
 
 

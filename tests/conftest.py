@@ -59,7 +59,8 @@ class Run:
         return self.folder / "run"
 
     def log(self, replica: int) -> str:
-        return (self.path / f"replica-{replica}.log").read_text()
+        (path,) = self.path.rglob(f"replica-{replica}.log")  # each host but the first has a folder inside
+        return path.read_text()
 
     def said(self, replica: int) -> list[dict[str, Any]]:
         """The JSON lines that this replica printed, or plain `python` without replicas."""
@@ -93,7 +94,7 @@ class Run:
     # ── what it left ─────────────────────────────────────────────────────────────────────────────────────────
 
     def assert_nothing_left(self) -> None:
-        """No process of the run, and so none of its anonymous memory, and no file in /dev/shm."""
+        """No process of the run, and so none of its anonymous memory; no file in /dev/shm; no emulated host."""
         started = {entry["pid"] for entry in self.events if entry["event"] in ("started", "restarted")}
         end = time.monotonic() + 5
         while left := [pid for pid in psutil.pids() if self._belongs(pid, started)]:
@@ -101,6 +102,7 @@ class Run:
             time.sleep(0.02)
         shared = os.listdir("/dev/shm")
         assert not [name for name in shared if "paceline" in name or any(f"_{pid}_" in name for pid in started)]
+        assert not list(Path("/run/netns").glob(f"paceline-{self.process.pid}-*"))
 
     def _belongs(self, pid: int, started: set[int]) -> bool:
         try:

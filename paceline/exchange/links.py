@@ -91,10 +91,33 @@ class Links:
         coding = self._ranges[key]
         with self._explained():
             coding.encode_parts(values)
-            self._bulk.alltoall_base(coding.received, coding.sent, [], []).wait()
+            self._all_to_all(coding.received, coding.sent)
             coding.sum_own_part(values)
-            self._bulk.allgather([coding.gathered], [coding.own_sum]).wait()
+            self._all_gather(coding.gathered, coding.own_sum)
             coding.decode_sums(values)
+
+    # Gloo's own all-to-all and all-gather keep only one direction of a link busy at a time; sends and receives that are
+    # all under way at once fill both. NCCL's are fine, and its sends would have to be grouped.
+
+    def _all_to_all(self, received: list[torch.Tensor], sent: list[torch.Tensor]) -> None:
+        if self._device.type == "cuda":
+            self._bulk.alltoall(received, sent).wait()
+        else:
+            self._exchange(received, sent)
+
+    def _all_gather(self, gathered: list[torch.Tensor], own: torch.Tensor) -> None:
+        if self._device.type == "cuda":
+            self._bulk.allgather([gathered], [own]).wait()
+        else:
+            gathered[self.host].copy_(own)
+            self._exchange(gathered, [own] * self.hosts)
+
+    def _exchange(self, received: list[torch.Tensor], sent: list[torch.Tensor]) -> None:
+        others = [host for host in range(self.hosts) if host != self.host]
+        under_way = [self._bulk.recv([received[other]], other, 0) for other in others]
+        under_way += [self._bulk.send([sent[other]], other, 0) for other in others]
+        for work in under_way:
+            work.wait()
 
     def commit(self) -> None:
         """The step was accepted: what lossy coding has lost is carried into the next one."""
@@ -112,14 +135,12 @@ class _Range:
         self._part = -(-elements // (hosts * block)) * block  # all parts equal; the last ones may be padded
         self._host, self._hosts, self._wire = host, hosts, wire
         coded = wire.encoded_bytes(self._part)
-        coded = -(-coded // 4) * 4
-        self._coded = coded
 
         def space(size: int) -> torch.Tensor:
             return torch.zeros(size, dtype=torch.uint8, device=values.device)
 
-        self.sent, self.received, self.own_sum = space(hosts * coded), space(hosts * coded), space(coded)
-        self.gathered = [space(coded) for _ in range(hosts)]
+        self.own_sum = space(coded)
+        self.sent, self.received, self.gathered = ([space(coded) for _ in range(hosts)] for _ in range(3))
         self.feedback: dict[int, Feedback] = {}
         if wire.lossy:  # the key `host` is for the sum that this host sends out
             self.feedback = {part: Feedback(self._size(elements, part), wire) for part in range(hosts)}
@@ -141,7 +162,7 @@ class _Range:
     def encode_parts(self, values: torch.Tensor) -> None:
         for part, part_values in enumerate(self._parts(values)):
             if part != self._host:
-                self._encode(part, part_values, self.sent[part * self._coded : (part + 1) * self._coded])
+                self._encode(part, part_values, self.sent[part])
 
     def sum_own_part(self, values: torch.Tensor) -> None:
         """Add up this host's part in the order of the hosts; its own share has never been coded."""
@@ -149,8 +170,7 @@ class _Range:
         size = self._wire.encoded_bytes(own.numel())
         for other in range(self._hosts):
             if other != self._host:
-                at = other * self._coded
-                self._wire.decode_add(self.received[at : at + size], own)
+                self._wire.decode_add(self.received[other][:size], own)
         self._encode(self._host, own, self.own_sum)
 
     def decode_sums(self, values: torch.Tensor) -> None:

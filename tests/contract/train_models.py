@@ -1,7 +1,8 @@
 """Trains every model of the contract, one after another, under whatever strategy the process was started with.
 
-With `--record FOLDER` every tensor of the first steps is written down, as `paceline verify` has it, in a folder a
-model. At the end of each model every replica prints a checksum of what it holds.
+Every replica prints the losses and a checksum of what it holds in the end. With `--record FOLDER` every tensor of every
+step is written down, as `paceline verify` has it, in a folder a model; with `--save FOLDER` there is a checkpoint of each
+after two updates; with `--resume FOLDER` training goes on from there.
 """
 
 from __future__ import annotations
@@ -9,39 +10,50 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import torch
 from checksum import checksum
-from models import MODELS, Case
+from models import MODELS
 
 import paceline as pl
 from paceline.launch.place import PLACE_VARIABLE, Place, Recording, find_place
 
+EPOCHS = 2
+SAVE_AFTER = 2  # updates
+ALL_STEPS = 1000
 
-def train(case: Case, accumulate: int, epochs: int) -> tuple[pl.Trainer, list[float]]:
+
+def train(name: str, options: argparse.Namespace) -> None:
+    torch.manual_seed(0)
+    case = MODELS[name]()
     trainer = pl.Trainer(
         case.model,
         case.optimizer,
         case.loss,
         scheduler=case.scheduler,
         clip_norm=case.clip_norm,
-        accumulate=accumulate,
+        accumulate=options.accumulate,
     )
-    losses: list[float] = []
+    if options.resume:
+        assert trainer.resume(options.resume / f"{name}.safetensors")
+    losses: dict[int, float] = {}
     data = case.data if len(case.data) > 1 else case.data[0]
-    with suppress(SystemExit):  # the end of a recording
-        for batch in trainer.batches(data, case.batch_size, epochs=epochs, seed=3):
-            losses.append(trainer.step(batch))
-    return trainer, losses
+    for batch in trainer.batches(data, case.batch_size, epochs=EPOCHS, seed=3):
+        number = trainer.steps
+        losses[number] = trainer.step(batch)
+        if options.save and trainer.steps == SAVE_AFTER:
+            trainer.save(options.save / f"{name}.safetensors")
+    told = {"losses": losses, "checksum": checksum(case.model), "ledger": trainer.ledger.check()}
+    print(json.dumps({name: told}))
+    trainer.close()
 
 
-def record_into(folder: Path, place: Place, steps: int) -> None:
+def record_into(folder: Path, place: Place) -> None:
     """What `paceline verify` tells its processes by their place, said anew for each model."""
     folder.mkdir(parents=True, exist_ok=True)
-    place = msgspec.structs.replace(place, recording=Recording(str(folder), steps))
+    place = msgspec.structs.replace(place, recording=Recording(str(folder), ALL_STEPS))
     os.environ[PLACE_VARIABLE] = msgspec.json.encode(place).decode()
 
 
@@ -49,18 +61,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--record", type=Path)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--resume", type=Path)
     parser.add_argument("--accumulate", type=int, default=1)
     options = parser.parse_args()
     place = find_place()
     for name in options.models.split(","):
-        torch.manual_seed(0)
         if options.record:
-            record_into(options.record / name, place, options.steps)
-        case = MODELS[name]()
-        trainer, losses = train(case, options.accumulate, epochs=2)
-        print(json.dumps({"model": name, "losses": losses, "checksum": checksum(case.model)}))
-        trainer.close()
+            record_into(options.record / name, place)
+        train(name, options)
 
 
 if __name__ == "__main__":

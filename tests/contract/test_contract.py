@@ -1,0 +1,142 @@
+"""Strategies change speed, never results: every one of them trains every model like one process does.
+
+A new strategy joins by one line in `STRATEGIES`. All models are trained in one launch a strategy, since starting torch
+takes longer than training any of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Run, Start
+from models import MODELS
+from safetensors.torch import load_file
+from train_models import SAVE_AFTER
+
+from paceline.verify.compare import DEFAULT_TOLERANCE, compare
+
+SCRIPT = Path(__file__).with_name("train_models.py")
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What is typed, and how many replicas that makes."""
+
+    flags: str
+    replicas: int
+    accumulate: int = 1
+
+    @property
+    def needs_root(self) -> bool:
+        return "--emulate" in self.flags
+
+
+STRATEGIES = {
+    "2 replicas": Strategy("--replicas 2", 2),
+    "3 replicas, uneven parts": Strategy("--replicas 3", 3),
+    "4 replicas, two a core": Strategy("--replicas 4", 4),
+    "3 replicas, 3 passes a batch": Strategy("--replicas 3", 3, accumulate=3),
+    "2 replicas, torch.distributed": Strategy("--replicas 2 --exchange collective", 2),
+    "2 hosts of 2 replicas": Strategy("--replicas 4 --emulate hosts=2,link=1gbit", 4),
+}
+THREE = STRATEGIES["3 replicas, uneven parts"]
+
+# Under autocast every replica's gradient is a product rounded to the 8 bits of bf16 before they are added up, and one
+# process rounds the sum: equal to about 1/256, whatever the strategy does.
+TOLERANCES = {"bf16_autocast": 2e-2}
+
+
+def tolerance_for(model: str) -> float:
+    return TOLERANCES.get(model, DEFAULT_TOLERANCE)
+
+
+def arguments_for(strategy: Strategy) -> str:
+    return f"--record recorded --save . --accumulate {strategy.accumulate}"
+
+
+@pytest.fixture(scope="module")
+def one_process(start: Start) -> Callable[[int], Path]:
+    """Recordings of one process, by the number of passes a batch: statistics of BatchNorm depend on it."""
+    runs = {
+        passes: start(SCRIPT, None, f"--record recorded --accumulate {passes}")
+        for passes in {strategy.accumulate for strategy in STRATEGIES.values()}
+    }
+    for run in runs.values():
+        run.fine()
+    return lambda passes: runs[passes].folder / "recorded"
+
+
+@pytest.fixture(scope="module")
+def trained(start: Start) -> Callable[[Strategy], Run]:
+    """The one run of a strategy."""
+    runs: dict[Strategy, Run] = {}
+
+    def run_of(strategy: Strategy) -> Run:
+        if strategy.needs_root and os.geteuid() != 0:
+            pytest.skip("hosts are emulated by network namespaces, which only root may make")
+        if strategy not in runs:
+            runs[strategy] = start(SCRIPT, strategy.flags, arguments_for(strategy)).fine()
+        return runs[strategy]
+
+    return run_of
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+def test_losses_gradients_state_and_parameters_are_those_of_one_process(
+    strategy: Strategy, model: str, trained: Callable[[Strategy], Run], one_process: Callable[[int], Path]
+) -> None:
+    reference = one_process(strategy.accumulate) / model
+    verdict = compare(reference, trained(strategy).folder / "recorded" / model, tolerance_for(model))
+    assert verdict.equal, verdict.first
+    assert verdict.steps == len(list(reference.iterdir())) >= 6
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+def test_replicas_agree_bit_for_bit(strategy: Strategy, trained: Callable[[Strategy], Run]) -> None:
+    run = trained(strategy)
+    for model in MODELS:
+        first = run.told(model)
+        for replica in range(1, strategy.replicas):
+            assert run.told(model, replica) == first, f"{model} on replica {replica}"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+def test_nothing_is_left_behind(strategy: Strategy, trained: Callable[[Strategy], Run]) -> None:
+    trained(strategy).assert_nothing_left()
+
+
+def test_the_same_seed_gives_the_same_bits_twice(start: Start, trained: Callable[[Strategy], Run]) -> None:
+    again = start(SCRIPT, THREE.flags, arguments_for(THREE)).fine()
+    assert again.said(0) == trained(THREE).said(0)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_checkpoint_loads_strictly_in_plain_torch(model: str, trained: Callable[[Strategy], Run]) -> None:
+    folder = trained(THREE).folder
+    saved = load_file(folder / f"{model}.safetensors")
+    recorded = load_file(folder / "recorded" / model / f"step-{SAVE_AFTER - 1:04d}.safetensors")
+    module = MODELS[model]().model
+    module = getattr(module, "_orig_mod", module)
+    module.load_state_dict(saved, strict=True)
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, recorded[f"model/{name}"]), name
+
+
+@pytest.mark.parametrize("flags", [None, "--replicas 2", "--replicas 4"], ids=["1", "2", "4"])
+def test_what_three_replicas_have_saved_goes_on_with_any_number(
+    flags: str | None, start: Start, trained: Callable[[Strategy], Run]
+) -> None:
+    """With the losses, and the end, of the run that was not interrupted."""
+    uninterrupted = trained(THREE)
+    resumed = start(SCRIPT, flags, f"--resume {uninterrupted.folder}").fine()
+    for model in MODELS:
+        expected, told = uninterrupted.told(model), resumed.told(model)
+        later = {step: loss for step, loss in expected["losses"].items() if int(step) >= SAVE_AFTER}
+        assert told["losses"] == pytest.approx(later, rel=tolerance_for(model)), model
+        assert told["ledger"] == expected["ledger"]
