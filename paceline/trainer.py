@@ -242,7 +242,7 @@ class Trainer:
         outside = torch.get_rng_state()
         # Random numbers inside a step are a function of (seed, update, member): a step that is tried again after a
         # death, or after a resume, draws the same.
-        torch.manual_seed(_mixed(self.ledger.seed, number, share.index))
+        _seed(_mixed(self.ledger.seed, number, share.index))
         try:
             for k in passes:
                 among = [member for member in range(share.count) if parts[member][k]]
@@ -438,6 +438,13 @@ def _steps_until(ledger: Ledger, epoch: int) -> int:
     an_epoch = whole + (1 if rest and not ledger.drop_last else 0)
     done_of_this = -(-ledger.position // ledger.batch_size)
     return ledger.step - done_of_this + max(0, epoch - ledger.epoch) * an_epoch
+
+
+def _seed(seed: int) -> None:
+    """`torch.manual_seed`, but without its notes to devices not in use, which take longer than a small step."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(seed)
 
 
 def _mixed(*numbers: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -132,8 +133,18 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
             (folder / "train.py").write_text(script)
             script = Path("train.py")
         if flags is None:
-            return Run(folder, sys.executable, str(script), *arguments.split())
-        command = [sys.executable, "-c", MAIN, "run", str(script), "--run-folder", "run", "--quiet", *flags.split()]
-        return Run(folder, *command, "--", *arguments.split())
+            return Run(folder, sys.executable, str(script), *shlex.split(arguments))
+        command = [
+            sys.executable,
+            "-c",
+            MAIN,
+            "run",
+            str(script),
+            "--run-folder",
+            "run",
+            "--quiet",
+            *shlex.split(flags),
+        ]
+        return Run(folder, *command, "--", *shlex.split(arguments))
 
     return start

@@ -2,9 +2,10 @@
 
     kill(replica=1).at(step=3).in_("backward")
 
-A test gives them to `faulty_training.py` as JSON, which calls `arm` for each; the process that is meant then kills
-itself with SIGKILL, at exactly that moment and in the worst possible way: in the middle of an update it first
-scribbles over everything the update may write to.
+A test gives them to a script as JSON. There the process that is meant arms itself, and kills itself with SIGKILL at
+exactly that moment and in the worst possible way: in the middle of an update it first scribbles over everything the
+update may write to. Each fault happens once; several of one replica happen one after another, each to the process that
+was started in the place of the one before. A fault that has happened leaves a file, for the test to see that it has.
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shlex
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from paceline.exchange.board import Board
+from paceline.exchange.board import Board, Phase
 from paceline.exchange.shared import SharedSums
+from paceline.memory import ModelArena
 from paceline.owners.owner import Owner
 
 # Moments that the script announces itself …
@@ -29,6 +33,7 @@ IN_THE_SCRIPT = ("start", "forward", "backward", "evaluation", "between")
 INSIDE = {
     "building": "it has made or opened the shared memory, and has not said so",
     "statistics": "before its part of BatchNorm's statistics is there",
+    "statistics of backward": "the same in backward",
     "waiting": "its gradient is there, and it begins to wait for the others'",
     "deciding": "all gradients are there, nothing is updated",
     "norm": "before it has measured its part of the gradient's length",
@@ -36,12 +41,14 @@ INSIDE = {
     "adoption": "it has half written a chunk of an owner that died",
     "closing": "its own updates are complete, and it begins to wait for the others'",
     "saving": "the training file has its name, the model file does not",
+    "joining": "started again, it waits to be admitted",
+    "admitted": "started again and admitted, it has not read what it missed",
 }
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Who is killed, and when. A process that was started again is spared."""
+    """Who is killed, and when."""
 
     replica: int
     step: int = 0
@@ -61,26 +68,41 @@ def kill(replica: int) -> Fault:
 
 def as_argument(faults: Sequence[Fault]) -> str:
     """One word of a command line."""
-    return json.dumps([asdict(fault) for fault in faults], separators=(",", ":"))
+    return shlex.quote(json.dumps([asdict(fault) for fault in faults]))
 
 
 def from_argument(text: str) -> list[Fault]:
     return [Fault(**fault) for fault in json.loads(text)]
 
 
+def happened(folder: Path, faults: Sequence[Fault]) -> list[Fault]:
+    """Those of the faults that have happened to a script that ran in `folder`."""
+    return [fault for number, fault in enumerate(faults) if (folder / _mark(number)).exists()]
+
+
+def _mark(number: int) -> str:
+    return f"fault-{number}-has-happened"
+
+
 # ── inside the process that is meant ─────────────────────────────────────────────────────────────────────────
 
 
-def die(*_: Any) -> NoReturn:
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError("cannot be reached")
-
-
-def arm(fault: Fault, steps: Callable[[], int]) -> Callable[[str], None]:
-    """Let this process die at the fault's moment. `steps` tells how many updates have been made so far.
+def arm(faults: Sequence[Fault], replica: int, steps: Callable[[], int]) -> Callable[[str], None]:
+    """Let this process die of its next fault. `steps` tells how many updates have been made so far.
 
     Returns what the script calls at the moments that only it knows.
     """
+    for number, fault in enumerate(faults):
+        if fault.replica == replica and not Path(_mark(number)).exists():
+            return _arm(fault, Path(_mark(number)), steps)
+    return lambda moment: None
+
+
+def _arm(fault: Fault, mark: Path, steps: Callable[[], int]) -> Callable[[str], None]:
+    def die(*_: Any) -> NoReturn:
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("cannot be reached")
 
     def due() -> bool:
         return steps() == fault.step
@@ -121,6 +143,8 @@ def arm(fault: Fault, steps: Callable[[], int]) -> Callable[[str], None]:
             before(Board, "hold_arena", die)
         case "statistics":
             before(SharedSums, "sum", die)
+        case "statistics of backward":
+            before(SharedSums, "sum", at_second(die))
         case "waiting":
             before(Board, "await_arrivals", die)
         case "deciding":
@@ -135,6 +159,10 @@ def arm(fault: Fault, steps: Callable[[], int]) -> Callable[[str], None]:
             before(Owner, "update", lambda *_: before(Board, "wait", die))
         case "saving":
             before(os, "replace", at_second(die))
+        case "joining":
+            before(Board, "wait", lambda board, rank, phase, *_: phase == Phase.AWAITING_ADMISSION and die())
+        case "admitted":
+            before(ModelArena, "read_notes", die)
 
     def reached(moment: str) -> None:
         if moment == fault.moment and due():

@@ -18,7 +18,7 @@ from faults import arm, from_argument
 from torch import nn
 
 import paceline as pl
-from paceline.exchange.board import Board
+from paceline.exchange.board import Board, Word
 from paceline.launch.place import find_place
 
 SAMPLES, BATCH = 60, 12  # five updates an epoch
@@ -40,12 +40,24 @@ class Watched(nn.Module):
         return y
 
 
+def await_return(board: Board) -> None:
+    """Until whoever was killed has been started again and waits to be admitted, which the next step does."""
+    end = time.monotonic() + 30
+    while not all(board.alive(rank) or is_ready(board, rank) for rank in range(board.replicas)):
+        assert time.monotonic() < end, board.who_waits()
+        time.sleep(0.01)
+
+
+def is_ready(board: Board, rank: int) -> bool:
+    return board.get(rank, Word.JOINING) == board.get(rank, Word.INCARNATION)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--faults", type=from_argument, default=[])
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--save", type=Path, default=Path("last.safetensors"))
-    parser.add_argument("--await-return", action="store_true", help="slow down while a replica is missing")
+    parser.add_argument("--await-return", action="store_true", help="take no step while a replica is missing")
     options = parser.parse_args()
 
     place = find_place()
@@ -54,13 +66,7 @@ def main() -> None:
     def steps() -> int:
         return trainer.steps if trainer is not None else 0
 
-    meant = [fault for fault in options.faults if fault.replica == place.rank and not place.restarted]
-    moments = [arm(fault, steps) for fault in meant]
-
-    def reached(moment: str) -> None:
-        for check in moments:
-            check(moment)
-
+    reached = arm(options.faults, place.rank, steps)
     reached("start")
     torch.manual_seed(0)
     # Three matrices of 200 kB and more: every owner has several chunks.
@@ -87,8 +93,8 @@ def main() -> None:
             reached("between")
             number = trainer.steps
             losses[number] = trainer.step(batch)
-            if options.await_return and board is not None and not all(map(board.alive, range(board.replicas))):
-                time.sleep(0.05)
+            if options.await_return and board is not None:
+                await_return(board)
         evaluations.append(trainer.evaluate((x, y), metric, batch_size=8))
         trainer.save(options.save)
     print(json.dumps({"losses": losses, "evaluations": evaluations, "checksum": checksum(model)}))

@@ -128,13 +128,16 @@ class MirroredEngine:
         board.set(me, Word.STEP, number)
         began = time.monotonic_ns()
         buffers_before = [buffer.clone() for buffer in self._shared.buffers]
+        tried: list[Members] = []
 
         def one_try(members: Members) -> tuple[Members, int]:
             board.work_on(members, Kind.STEP, Phase.COMPUTING)
             self._owner.divide(members.ranks)
             self._ranks = members.ranks
-            for buffer, before in zip(self._shared.buffers, buffers_before, strict=True):
-                buffer.copy_(before)
+            if tried:  # a try that was given up may have changed running statistics
+                for buffer, before in zip(self._shared.buffers, buffers_before, strict=True):
+                    buffer.copy_(before)
+            tried.append(members)
             self._sums.begin(members)
             if self._courier is not None:
                 self._courier.begin(members)

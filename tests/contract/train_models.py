@@ -1,8 +1,8 @@
 """Trains every model of the contract, one after another, under whatever strategy the process was started with.
 
-Every replica prints the losses and a checksum of what it holds in the end. With `--record FOLDER` every tensor of every
-step is written down, as `paceline verify` has it, in a folder a model; with `--save FOLDER` there is a checkpoint of each
-after two updates; with `--resume FOLDER` training goes on from there.
+Every replica prints the losses, and a checksum of what it holds in the end. With `--record FOLDER` every tensor of
+every step is written down, as `paceline verify` has it, in a folder a model; with `--save FOLDER` there is a checkpoint
+of each after two updates; with `--resume FOLDER` training goes on from there.
 """
 
 from __future__ import annotations
