@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from paceline.cli import whole
-from paceline.cli.run import Plan, add_strategy_arguments, check_script, resolve
+from paceline.cli.plan import Plan, check_script, resolve
+from paceline.cli.run import add_strategy_arguments
 from paceline.errors import LaunchError, StrategyError
 from paceline.launch.place import PLACE_VARIABLE, Place, Recording
 from paceline.launch.supervisor import Job, Supervisor

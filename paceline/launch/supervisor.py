@@ -17,13 +17,11 @@ times a second there is a look at the board. Everything that was started is gone
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import selectors
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -31,9 +29,9 @@ from typing import cast
 import msgspec
 
 from paceline.exchange.board import Board, HostWord, Phase, Word
-from paceline.launch.cores import allowed_cores, share_of_cores
 from paceline.launch.place import Place
-from paceline.launch.replica import PARENT_VARIABLE, Guard, ReplicaProcess
+from paceline.launch.replica import Guard, ReplicaProcess
+from paceline.launch.signals import signals_as_bytes
 from paceline.watch.display import Display, Meter, Progress
 from paceline.watch.events import STALL_S, StallWatch, innermost_frames
 from paceline.watch.run_folder import RunFolder
@@ -383,72 +381,3 @@ def _at(step: int) -> str:
 
 def _below(report: str) -> str:
     return f":\n{report.rstrip()}" if report.strip() else ""
-
-
-def supervise_hosts(commands: Sequence[Sequence[str]], environment: Mapping[str, str]) -> int:
-    """Run each host's own supervisor; the first exit code that is not 0, or 0.
-
-    Hosts are emulated on this machine, so each gets its part of the cores. Requests to stop are passed on to all;
-    when one host fails, the others end at once.
-    """
-    environment = {**environment, PARENT_VARIABLE: str(os.getpid())}
-    cores = allowed_cores()
-    running: dict[int, subprocess.Popen[bytes]] = {}  # by pidfd
-    exit_code, interrupted, kill_at = 0, False, math.inf
-
-    def pass_on(number: int) -> None:
-        for process in running.values():
-            process.send_signal(number)
-
-    with signals_as_bytes() as signals, selectors.DefaultSelector() as selector:
-        selector.register(signals, selectors.EVENT_READ)
-        try:
-            for host, command in enumerate(commands):
-                os.sched_setaffinity(0, share_of_cores(host, len(commands), cores))  # is inherited
-                process = subprocess.Popen(command, env=environment, start_new_session=True)
-                pidfd = os.pidfd_open(process.pid)
-                running[pidfd] = process
-                selector.register(pidfd, selectors.EVENT_READ)
-            while running:
-                for key, _ in selector.select(LOOK_EVERY_S):
-                    if key.fd == signals:
-                        interrupted = True
-                        for number in os.read(signals, 64):
-                            pass_on(number)
-                        continue
-                    selector.unregister(key.fd)
-                    code = running.pop(key.fd).wait()
-                    os.close(key.fd)
-                    if code and not exit_code:
-                        exit_code = code if code > 0 else 128 - code
-                        if not interrupted:  # who was asked to stop may be saving
-                            pass_on(signal.SIGQUIT)
-                            kill_at = time.monotonic() + 2 * END_GRACE_S
-                if time.monotonic() > kill_at:
-                    pass_on(signal.SIGKILL)
-        finally:
-            os.sched_setaffinity(0, cores)
-            for process in running.values():
-                process.kill()
-                process.wait()
-    return exit_code
-
-
-@contextlib.contextmanager
-def signals_as_bytes() -> Iterator[int]:
-    """A descriptor from which the requests to stop can be read, one byte a signal."""
-    wanted = [signal.SIGINT, signal.SIGTERM, signal.SIGQUIT]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup asks to outlive the terminal
-        wanted.append(signal.SIGHUP)
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    before = {number: signal.signal(number, lambda number, frame: None) for number in wanted}
-    previous = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    try:
-        yield reading
-    finally:
-        signal.set_wakeup_fd(previous)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        os.close(writing)
-        os.close(reading)

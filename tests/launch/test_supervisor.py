@@ -350,7 +350,7 @@ if me == 1:
     until(lambda: Path("finish").exists())
     sys.exit()
 until(lambda: board.get(1, Word.JOINING) == 3)
-board.admit_joining(5)
+board.admit_joining(0, 5)
 time.sleep(0.3)
 Path("finish").touch()
 until(lambda: not board.alive(1))

@@ -1,0 +1,179 @@
+"""From flags to a plan: everything that was decided, and whether it was given or is the default.
+
+Whatever can be wrong is found here, before anything is started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import errno
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paceline.errors import InvalidInput, StrategyError
+from paceline.exchange.board import MOST_REPLICAS
+from paceline.launch.emulate import Emulation, check_permission
+from paceline.launch.place import Place
+from paceline.launch.supervisor import POLICIES
+from paceline.strategy import Mirrored, one_of
+
+DEFAULT_PORT = 29500
+# Flags that are not named as the setting they lead to.
+_SETTINGS = {
+    "nproc_per_node": "replicas",
+    "rdzv_endpoint": "rendezvous",
+    "master_addr": "rendezvous",
+    "master_port": "rendezvous",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that was decided before the start."""
+
+    script: str
+    arguments: tuple[str, ...]
+    strategy: Mirrored
+    on_failure: str
+    max_restarts: int
+    save_on_stop: str | None
+    hosts: int
+    host: int
+    rendezvous: str | None
+    emulate: str | None
+    given: frozenset[str]  # settings that were not left to their default
+
+    @property
+    def settings(self) -> dict[str, object]:
+        own = {name: value for name, value in asdict(self).items() if name not in ("strategy", "given")}
+        return {**own, **msgspec.structs.asdict(self.strategy)}
+
+    def place(self, run_folder: Path) -> Place:
+        """Replica 0's on this host."""
+        return Place(
+            replica=0,
+            replicas=self.strategy.replicas // self.hosts,
+            host=self.host,
+            hosts=self.hosts,
+            rendezvous=self.rendezvous,
+            run_folder=str(run_folder.resolve()),
+            save_on_stop=self.save_on_stop,
+            strategy=self.strategy,
+        )
+
+
+def resolve(options: argparse.Namespace) -> Plan:
+    """The plan behind the flags; a sentence for whatever is wrong with them."""
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    hosts = Emulation.parse(given["emulate"]).hosts if "emulate" in given else given.get("hosts", 1)
+    strategy = Mirrored(
+        replicas=_count_replicas(given, hosts),
+        **{name: given[name] for name in ("wire", "batchnorm", "exchange", "timeout_s") if name in given},
+    )
+    on_failure = one_of("on-failure", given.get("on_failure", "continue" if hosts == 1 else "stop"), POLICIES)
+    if hosts > 1 and on_failure != "stop":
+        raise StrategyError("on-failure", on_failure, "between several hosts no death is survived yet: give stop")
+    return Plan(
+        script=options.script,
+        arguments=tuple(options.arguments or ()),
+        strategy=strategy,
+        on_failure=on_failure,
+        max_restarts=given.get("max_restarts", 10),
+        save_on_stop=given.get("save_on_stop"),
+        hosts=hosts,
+        host=_which_host(given, hosts),
+        rendezvous=_rendezvous(given, hosts, strategy),
+        emulate=given.get("emulate"),
+        given=frozenset(_SETTINGS.get(name, name) for name in given),
+    )
+
+
+def _count_replicas(given: Mapping[str, Any], hosts: int) -> int:
+    on_host = given.get("nproc_per_node", 1)
+    replicas: int = given.get("replicas", on_host * hosts)
+    if "nproc_per_node" in given and replicas != on_host * hosts:
+        expected = f"on {hosts} host(s) that makes {on_host * hosts} but --replicas says {replicas}, give only one"
+        raise StrategyError("nproc-per-node", on_host, expected)
+    if replicas % hosts:
+        raise StrategyError("replicas", replicas, f"give a multiple of {hosts}, as many to each of the {hosts} hosts")
+    if replicas // hosts > MOST_REPLICAS:
+        raise StrategyError("replicas", replicas, f"give at most {MOST_REPLICAS} a host")
+    return replicas
+
+
+def _which_host(given: Mapping[str, Any], hosts: int) -> int:
+    if hosts > 1 and "host" not in given and "emulate" not in given:
+        raise StrategyError("nnodes", hosts, f"give every host its number, --node-rank 0 to {hosts - 1}")
+    host: int = given.get("host", 0)
+    if host >= hosts:
+        raise StrategyError("node-rank", host, f"give a number below --nnodes, which is {hosts}")
+    return host
+
+
+def _rendezvous(given: Mapping[str, Any], hosts: int, strategy: Mirrored) -> str | None:
+    """Where the processes find each other; None if shared memory is all they need."""
+    in_two = None
+    if "master_addr" in given or ("master_port" in given and hosts == 1):
+        in_two = f"{given.get('master_addr', '127.0.0.1')}:{given.get('master_port', DEFAULT_PORT)}"
+    endpoint: str | None = given.get("rdzv_endpoint", in_two)
+    if in_two is not None and endpoint != in_two:
+        raise StrategyError("rdzv-endpoint", endpoint, f"--master-addr says {in_two}, give only one")
+    if endpoint is None:
+        if hosts > 1 and "emulate" not in given:
+            raise StrategyError("nnodes", hosts, f"say where host 0 is, --rdzv-endpoint 10.0.0.1:{DEFAULT_PORT}")
+        if hosts == 1 and strategy.exchange == "collective" and strategy.replicas > 1:
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                return f"127.0.0.1:{server.getsockname()[1]}"
+        return None
+    address, colon, port = endpoint.rpartition(":")
+    if not colon:
+        return f"{endpoint}:{DEFAULT_PORT}"
+    if not address or not port.isdigit() or not 0 < int(port) < 65536:
+        raise StrategyError("rdzv-endpoint", endpoint, f"give address:port, such as 10.0.0.1:{DEFAULT_PORT}")
+    return endpoint
+
+
+# ── what has to be so before the start ───────────────────────────────────────────────────────────────────────
+
+
+def check_script(script: str) -> None:
+    path = Path(script)
+    if path.is_dir():
+        raise InvalidInput("script", script, "this is a folder, give the Python file")
+    if not path.is_file():
+        names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, names, n=1)
+        hint = f", did you mean {path.parent / near[0]}?" if near else ", give the path of a Python file"
+        raise InvalidInput("script", script, f"there is no such file{hint}")
+    if not os.access(path, os.R_OK):
+        raise InvalidInput("script", script, "it is not readable, give the path of a Python file")
+
+
+def check(plan: Plan, *, inside: bool) -> None:
+    if plan.save_on_stop is not None and not Path(plan.save_on_stop).absolute().parent.is_dir():
+        raise InvalidInput("save-on-stop", plan.save_on_stop, "its folder does not exist, make it first")
+    if plan.rendezvous is not None and plan.host == 0:
+        _check_port(plan.rendezvous)
+    if plan.emulate is not None and not inside:
+        if numbered := sorted(plan.given & {"hosts", "host", "rendezvous"}):
+            raise StrategyError("emulate", plan.emulate, f"it sets {', '.join(numbered)} itself, leave its flag out")
+        check_permission()
+
+
+def _check_port(rendezvous: str) -> None:
+    port = int(rendezvous.rpartition(":")[2])
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            raise
+        why = "in use" if error.errno == errno.EADDRINUSE else "not allowed"
+        expected = f"port {port} is {why} on this host, give another"
+        raise StrategyError("rdzv-endpoint", rendezvous, expected) from error

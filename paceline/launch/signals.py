@@ -1,0 +1,28 @@
+"""Requests to stop, as bytes in a pipe: one more descriptor for a selector."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def signals_as_bytes() -> Iterator[int]:
+    """A descriptor from which the requests to stop can be read, one byte a signal."""
+    wanted = [signal.SIGINT, signal.SIGTERM, signal.SIGQUIT]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup asks to outlive the terminal
+        wanted.append(signal.SIGHUP)
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    before = {number: signal.signal(number, lambda number, frame: None) for number in wanted}
+    previous = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    try:
+        yield reading
+    finally:
+        signal.set_wakeup_fd(previous)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(writing)
+        os.close(reading)
