@@ -91,6 +91,7 @@ class _Distributed:
         self._views = [arena.gradient(self._replica, slots[i]) for i in range(len(self._parameters))]
         self._exchanging = True
         self._queued = False
+        self._touched: list[bool] = []
         for index, parameter in enumerate(self._parameters):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
@@ -125,13 +126,17 @@ class _Distributed:
     def _exchange(self) -> None:
         """Backward is over: leave the mean in every `p.grad`."""
         self._queued = False
-        touched = torch.tensor([p.grad is not None for p in self._parameters], dtype=torch.uint8)
+        touched = []
         for parameter, view in zip(self._parameters, self._views, strict=True):
-            if parameter.grad is None:
+            gradient = parameter.grad
+            if gradient is None:
                 view.zero_()
-            elif parameter.grad.data_ptr() != view.data_ptr():  # was frozen when the loop began, and has no hook
-                view.copy_(parameter.grad)
-        self._arena.touched[self._replica, : len(touched)] = touched
+            elif gradient is not view and gradient.data_ptr() != view.data_ptr():  # frozen before, and has no hook
+                view.copy_(gradient)
+            touched.append(gradient is not None)
+        if touched != self._touched:
+            self._touched = touched
+            self._arena.touched[self._replica, : len(touched)] = torch.tensor(touched, dtype=torch.uint8)
 
         def one_try(members: Members) -> Members:
             self._board.work_on(members, Kind.STEP, Phase.COMPUTING)
@@ -147,7 +152,7 @@ class _Distributed:
             used = self._links.sum(used.double())
         self._reducer.reduce(members)
         for parameter, view, is_used in zip(self._parameters, self._views, used.tolist(), strict=False):
-            if is_used:
+            if is_used and parameter.grad is not view:
                 parameter.grad = view
         if self._links is not None:
             self._links.commit()
