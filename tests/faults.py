@@ -15,6 +15,7 @@ import json
 import os
 import shlex
 import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from paceline.exchange.board import Board, Phase
+from paceline.exchange.board import Board, Phase, Word
 from paceline.exchange.shared import SharedSums
 from paceline.memory import ModelArena
 from paceline.owners.owner import Owner
@@ -169,3 +170,15 @@ def _arm(fault: Fault, mark: Path, steps: Callable[[], int]) -> Callable[[str], 
             die()
 
     return reached
+
+
+def await_return(board: Board) -> None:
+    """Until whoever was killed has been started again and waits to be admitted, which the next step does."""
+    end = time.monotonic() + 60
+    while not all(board.alive(rank) or _is_ready(board, rank) for rank in range(board.replicas)):
+        assert time.monotonic() < end, board.who_waits()
+        time.sleep(0.01)
+
+
+def _is_ready(board: Board, rank: int) -> bool:
+    return board.get(rank, Word.JOINING) == board.get(rank, Word.INCARNATION)

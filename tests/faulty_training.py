@@ -14,14 +14,14 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from checksum import checksum
-from faults import arm, from_argument
+from faults import arm, await_return, from_argument
 from torch import nn
 
 import paceline as pl
-from paceline.exchange.board import Board, Word
+from paceline.exchange.board import Board
 from paceline.launch.place import find_place
 
-SAMPLES, BATCH = 60, 12  # five updates an epoch
+BATCH = 12
 
 
 class Watched(nn.Module):
@@ -40,24 +40,15 @@ class Watched(nn.Module):
         return y
 
 
-def await_return(board: Board) -> None:
-    """Until whoever was killed has been started again and waits to be admitted, which the next step does."""
-    end = time.monotonic() + 30
-    while not all(board.alive(rank) or is_ready(board, rank) for rank in range(board.replicas)):
-        assert time.monotonic() < end, board.who_waits()
-        time.sleep(0.01)
-
-
-def is_ready(board: Board, rank: int) -> bool:
-    return board.get(rank, Word.JOINING) == board.get(rank, Word.INCARNATION)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--faults", type=from_argument, default=[])
+    parser.add_argument("--samples", type=int, default=5 * BATCH)
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--type", type=lambda name: getattr(torch, name), default=torch.float32)
     parser.add_argument("--save", type=Path, default=Path("last.safetensors"))
     parser.add_argument("--await-return", action="store_true", help="take no step while a replica is missing")
+    parser.add_argument("--epoch-a-line", type=Path, help="begin no more epochs than this file has lines")
     options = parser.parse_args()
 
     place = find_place()
@@ -71,11 +62,12 @@ def main() -> None:
     torch.manual_seed(0)
     # Three matrices of 200 kB and more: every owner has several chunks. No ReLU: its kink can make of rounding more.
     net = nn.Sequential(nn.Linear(16, 256, bias=False), nn.BatchNorm1d(256), nn.Linear(256, 256), nn.Tanh())
-    model = Watched(nn.Sequential(*net, nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 4)))
+    model = Watched(nn.Sequential(*net, nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 4)).to(options.type))
     model.reached = reached
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     generator = torch.Generator().manual_seed(1)
-    x, y = torch.randn(SAMPLES, 16, generator=generator), torch.randint(4, (SAMPLES,), generator=generator)
+    x = torch.randn(options.samples, 16, generator=generator).to(options.type)
+    y = torch.randint(4, (options.samples,), generator=generator)
 
     def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return F.cross_entropy(model(batch[0]), batch[1])
@@ -88,7 +80,9 @@ def main() -> None:
     trainer.resume(options.save)
     board = Board(place.board) if place.board is not None else None
     losses, evaluations = {}, []
-    for _ in range(options.epochs):
+    for epoch in range(options.epochs):
+        while options.epoch_a_line and len(options.epoch_a_line.read_text()) < epoch:
+            time.sleep(0.01)
         for batch in trainer.batches((x, y), BATCH, seed=5):
             reached("between")
             number = trainer.steps
