@@ -22,9 +22,11 @@ from paceline.exchange.board import MOST_REPLICAS
 from paceline.launch.emulate import Emulation, check_permission
 from paceline.launch.place import Place
 from paceline.launch.supervisor import POLICIES
+from paceline.machine import free_memory
 from paceline.strategy import Mirrored, one_of
 
 DEFAULT_PORT = 29500
+REPLICA_BYTES = 180 << 20  # a process that has imported torch, before it has a model
 # Flags that are not named as the setting they lead to.
 _SETTINGS = {
     "nproc_per_node": "replicas",
@@ -159,12 +161,22 @@ def check_script(script: str) -> None:
 def check(plan: Plan, *, inside: bool) -> None:
     if plan.save_on_stop is not None and not Path(plan.save_on_stop).absolute().parent.is_dir():
         raise InvalidInput("save-on-stop", plan.save_on_stop, "its folder does not exist, make it first")
+    _check_memory(plan.strategy.replicas if plan.emulate else plan.strategy.replicas // plan.hosts)
     if plan.rendezvous is not None and plan.host == 0:
         _check_port(plan.rendezvous)
     if plan.emulate is not None and not inside:
         if numbered := sorted(plan.given & {"hosts", "host", "rendezvous"}):
             raise StrategyError("emulate", plan.emulate, f"it sets {', '.join(numbered)} itself, leave its flag out")
         check_permission()
+
+
+def _check_memory(replicas: int) -> None:
+    """More processes than fit would bring down the machine before any of them could say what is wrong."""
+    fit = free_memory() // REPLICA_BYTES
+    if replicas > max(1, fit):
+        need, free = (size / 2**30 for size in (replicas * REPLICA_BYTES, free_memory()))
+        expected = f"torch alone takes {need:.0f} GiB in that many and {free:.0f} GiB is free, give at most {fit}"
+        raise StrategyError("replicas", replicas, expected)
 
 
 def _check_port(rendezvous: str) -> None:

@@ -12,11 +12,11 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from paceline.errors import ArenaError
+from paceline.machine import free_memory
 
 NO_DESCRIPTOR = -1
 
@@ -90,19 +90,3 @@ def _too_large(size: int, free: int, what: str) -> str:
 
 def _mib(size: int) -> str:
     return f"{size / 2**20:,.0f} MiB"
-
-
-def free_memory() -> int:
-    """Bytes that can still be had: of the machine, or of the control group if that is less."""
-    free = 0
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        if limit != "max":
-            free = min(free, int(limit) - int((group / "memory.current").read_text()))
-    except (OSError, ValueError):
-        pass  # no control group, or one of another version: the machine's own figure stands
-    return free

@@ -1,0 +1,21 @@
+"""What this machine has left. Does not import torch: it is asked before anything is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def free_memory() -> int:
+    """Bytes that can still be had: of the machine, or of the control group if that is less."""
+    free = 0
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            free = min(free, int(limit) - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):
+        pass  # no control group, or one of another version: the machine's own figure stands
+    return free
