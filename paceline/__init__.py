@@ -18,13 +18,13 @@ from paceline.errors import PacelineError
 from paceline.strategy import Mirrored
 
 if TYPE_CHECKING:
-    from paceline.distribute import distribute, place
+    from paceline.distributed import distribute, place
     from paceline.trainer import Trainer
 
 __version__ = "0.1.0"
 __all__ = ["Mirrored", "PacelineError", "Trainer", "__version__", "distribute", "place"]
 
-_LAZY = {"Trainer": "paceline.trainer", "distribute": "paceline.distribute", "place": "paceline.distribute"}
+_LAZY = {"Trainer": "paceline.trainer", "distribute": "paceline.distributed", "place": "paceline.distributed"}
 
 
 def __getattr__(name: str) -> Any:
