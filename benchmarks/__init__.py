@@ -6,5 +6,6 @@ of two that were measured in turn, several times, on the same cores with the sam
     scripts/        what a user of each peer would write, complete; can be run by hand
     processes       starts a script as a user of the peer would, pinned alike
     training        step times of those scripts        measure     rounds, medians, ratios
-    mlp … start     one module a benchmark             report, plot, machine    what is done with the figures
+    mlp … start     one module a benchmark             load        whether the machine was ours
+    report, plot, machine                               what is done with the figures
 """

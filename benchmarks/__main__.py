@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
+import msgspec
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.load import OtherLoad
 from benchmarks.measure import Result, Setting, Skipped
 from benchmarks.processes import Failed
 from paceline.errors import InvalidInput
@@ -102,14 +104,17 @@ def _measure(
         setting = Setting(
             "quick" if options.quick else "full", options.rounds, lambda line: console.print(line, markup=False)
         )
+        load = OtherLoad()
         try:
-            results[name] = benchmark.run(setting)
+            found: Result = benchmark.run(setting)
+            if note := load.note():
+                problems.append(f"disturbed {name}: {note}")
+                found = msgspec.structs.replace(found, notes=(*found.notes, note))
+            results[name] = found
         except Skipped as reason:
             problems.append(f"skipped {name}: {reason}")
         except Failed as reason:
             problems.append(f"failed {name}: {reason}")
-        if problems and name not in results:
-            console.print(problems[-1], markup=False)
     return results, problems
 
 

@@ -48,9 +48,9 @@ class Run:
         self.code = self.process.returncode
         return self
 
-    def fine(self) -> Run:
+    def fine(self, timeout_s: float = 90.0) -> Run:
         """The end of a run in which nothing went wrong."""
-        self.end()
+        self.end(timeout_s)
         assert self.code == 0, self.err
         return self
 

@@ -45,10 +45,9 @@ def main() -> None:
     parser.add_argument("--faults", type=from_argument, default=[])
     parser.add_argument("--samples", type=int, default=5 * BATCH)
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--type", type=lambda name: getattr(torch, name), default=torch.float32)
     parser.add_argument("--save", type=Path, default=Path("last.safetensors"))
     parser.add_argument("--await-return", action="store_true", help="take no step while a replica is missing")
-    parser.add_argument("--epoch-a-line", type=Path, help="begin no more epochs than this file has lines")
+    parser.add_argument("--epoch-a-line", type=Path, help="begin an epoch when this file has a line for it")
     options = parser.parse_args()
 
     place = find_place()
@@ -62,11 +61,11 @@ def main() -> None:
     torch.manual_seed(0)
     # Three matrices of 200 kB and more: every owner has several chunks. No ReLU: its kink can make of rounding more.
     net = nn.Sequential(nn.Linear(16, 256, bias=False), nn.BatchNorm1d(256), nn.Linear(256, 256), nn.Tanh())
-    model = Watched(nn.Sequential(*net, nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 4)).to(options.type))
+    model = Watched(nn.Sequential(*net, nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 4)))
     model.reached = reached
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(options.samples, 16, generator=generator).to(options.type)
+    x = torch.randn(options.samples, 16, generator=generator)
     y = torch.randint(4, (options.samples,), generator=generator)
 
     def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -81,7 +80,7 @@ def main() -> None:
     board = Board(place.board) if place.board is not None else None
     losses, evaluations = {}, []
     for epoch in range(options.epochs):
-        while options.epoch_a_line and len(options.epoch_a_line.read_text()) < epoch:
+        while options.epoch_a_line and options.epoch_a_line.read_text().count("\n") < epoch:
             time.sleep(0.01)
         for batch in trainer.batches((x, y), BATCH, seed=5):
             reached("between")

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import __main__ as command
-from benchmarks import memory, processes, report
+from benchmarks import load, memory, processes, report
 from benchmarks.machine import Machine, this_machine
 from benchmarks.measure import (
     Claim,
@@ -107,6 +107,24 @@ def test_a_line_that_is_being_written_is_not_taken_for_a_time(tmp_path: Path) ->
     assert read_marks(path) == []
     path.write_text("1.25\n2.5\n3.")
     assert read_marks(path) == [1.25, 2.5]
+
+
+def test_own_computing_is_not_taken_for_others_and_others_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([(0.0, 100.0, 5.0), (10.0, 112.0, 16.0)])  # 10 s in which 12 s were computed, 11 of them by us
+    monkeypatch.setattr(load, "_now", lambda: next(clock))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert load.OtherLoad().share() == pytest.approx(1 / 20)
+
+
+def test_a_child_that_was_waited_for_counts_as_own() -> None:
+    wall_s, all_s, own_s = load._now()
+    subprocess.run(
+        [sys.executable, "-c", "import time\nwhile time.process_time() < 0.3: sum(range(100_000))"], check=True
+    )
+    now_s, all_now_s, own_now_s = load._now()
+    assert own_now_s - own_s >= 0.2
+    assert all_now_s - all_s >= own_now_s - own_s - 0.05  # ticks are coarse
+    assert now_s > wall_s
 
 
 # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────
