@@ -126,7 +126,7 @@ def _print_table(results: dict[str, Result], options: argparse.Namespace, consol
     words = {True: "[blue]reached", False: "[bold yellow]not reached", None: ""}
     for result in results.values():
         for claim in result.claims:
-            table.add_row(claim.text, claim.bar, claim.figure, words[claim.reached])
+            table.add_row(claim.text, claim.bar, claim.figure, "" if options.quick else words[claim.reached])
         table.add_section()
     console.print(table)
 

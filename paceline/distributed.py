@@ -187,7 +187,7 @@ class _Distributed:
         members = self._together.meet(Kind.UPDATE, Phase.AWAITING_UPDATES)
         self._owner.divide(members.ranks)
         self._board.enter(self._replica, Phase.UPDATING)
-        self._owner.begin(torch.tensor([p.grad is not None for p in self._parameters], dtype=torch.uint8))
+        self._owner.begin([int(p.grad is not None) for p in self._parameters])
         self._owner.update(members, 1.0, source=self._replica)
         step = self._board.get(self._replica, Word.STEP) + 1
         self._board.set(self._replica, Word.STEP, step)

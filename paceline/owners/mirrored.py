@@ -67,6 +67,7 @@ class MirroredEngine:
         self._collector = GradientCollector(self._shared.trained, arena, self._replica, landed)
         self._sums = SharedSums(self._together, arena)
         self._ranks: tuple[int, ...] = ()
+        self._touched: list[int] = []  # by slot: whether anybody has a gradient for it in the step that is being closed
         self._has_batchnorm = has_batchnorm(model)
         self._exact_statistics = place.strategy.batchnorm == "exact"
         self._statistics = Statistics()
@@ -159,14 +160,18 @@ class MirroredEngine:
         board.enter(me, Phase.UPDATING)
         self._check_options(members)
         closed, touched = self._close(members)
+        self._touched = touched.tolist()
         if not self._exact_statistics:
             self._shared.take_buffers(self._links)
         if self._courier is not None:
             self._courier.finish()
             board.enter(me, Phase.UPDATING)
-        self._owner.begin(touched)
-        if self.gradients_ready is not None and members.chief == me:
-            self.gradients_ready()
+        self._owner.begin(self._touched)
+        if self.gradients_ready is not None:
+            if self._links is not None:  # the sums of the other owners' shards have to be back too
+                self._together.meet(Kind.UPDATE, Phase.AWAITING_HOSTS)
+            if members.chief == me:
+                self.gradients_ready()
         scale = 1.0
         if clip_norm is not None:
             scale = min(1.0, clip_norm / (self._owner.norm(members) + 1e-6))
@@ -274,10 +279,9 @@ class MirroredEngine:
     def gradients(self) -> dict[str, torch.Tensor]:
         """The step's summed gradients by parameter name, while the step is open."""
         op = self._board.get(self._replica, Word.OP)
-        touched = self._arena.touched.amax(0)
         found = {}
         for number, slot in enumerate(self._shared.layout.slots):
-            if slot.group is not None and touched[number]:
+            if slot.group is not None and self._touched[number]:
                 ranks = self._board.members(self._replica, op).ranks
                 parts = [self._arena.gradient(rank, slot) for rank in ranks]
                 if self._links is not None:

@@ -63,9 +63,9 @@ class Owner:
 
     # ── a step ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def begin(self, touched: torch.Tensor) -> None:
+    def begin(self, touched: list[int]) -> None:
         """All gradients of a step are there. `touched`: by slot, whether anybody has one."""
-        self._touched = touched.tolist()
+        self._touched = touched
         self._optimizer.refresh_options()
 
     def norm(self, members: Members) -> float:

@@ -237,9 +237,7 @@ def test_a_resume_with_a_shorter_stream_is_refused() -> None:
     ledger = Ledger(None, 10)
     for _ in range(3):
         commit_next(ledger)
-    with pytest.raises(
-        DataError, match="dataset length in epoch 0 is 12: 30 samples of that epoch were used before"
-    ):
+    with pytest.raises(DataError, match="dataset length in epoch 0 is 12: 30 samples of that epoch were used before"):
         open_feed(Counting(12)).available(ledger, 0, range(30, 40))
 
 
@@ -248,9 +246,7 @@ def test_committed_or_missing_positions_of_a_stream_are_refused_and_harm_nothing
     feed = open_feed(stream)
     feed.load(ledger, 0, range(20))
     commit_next(ledger)
-    with pytest.raises(
-        PacelineError, match="position 5 of epoch 0 cannot be loaded: the samples before position 10"
-    ):
+    with pytest.raises(PacelineError, match="position 5 of epoch 0 cannot be loaded: the samples before position 10"):
         feed.load(ledger, 0, range(5, 12))
     with pytest.raises(PacelineError, match=r"position 29 of epoch 0 .* the stream ended after 25 samples"):
         feed.load(ledger, 0, range(20, 30))

@@ -153,9 +153,7 @@ def test_leases_follow_each_other_and_use_the_indices_of_their_epoch(
 @given(st.integers(1, 60), st.integers(1, 25))
 def test_drop_last_gives_only_whole_batches_and_says_how_many_it_dropped(length: int, batch_size: int) -> None:
     if batch_size > length:
-        with pytest.raises(
-            DataError, match=rf"batch_size is {batch_size}: with drop_last give at most the {length}"
-        ):
+        with pytest.raises(DataError, match=rf"batch_size is {batch_size}: with drop_last give at most the {length}"):
             Ledger(length, batch_size, drop_last=True)
         return
     ledger = Ledger(length, batch_size, drop_last=True)
@@ -333,9 +331,7 @@ def test_a_checkpoint_of_other_data_is_refused(options: dict[str, Any], sentence
         ({"position": 120, "committed": [[0, 0, 120]]}, "positions 100 to 119 should not be counted"),
     ],
 )
-def test_a_damaged_state_is_refused_with_the_reason_and_changes_nothing(
-    damage: dict[str, Any], reason: str
-) -> None:
+def test_a_damaged_state_is_refused_with_the_reason_and_changes_nothing(damage: dict[str, Any], reason: str) -> None:
     ledger = Ledger(100, 10)
     advance(ledger, 2)
     state = ledger.state()

@@ -172,9 +172,7 @@ def test_a_host_does_not_receive_faster_than_its_link_when_two_send() -> None:
 
 @needs_root
 @pytest.mark.parametrize(("link", "rate_bytes_per_s"), [("100mbit", 12_500_000), ("10gbit", 1_250_000_000)])
-def test_both_ends_of_each_link_are_limited_and_pass_the_largest_packet_whole(
-    link: str, rate_bytes_per_s: int
-) -> None:
+def test_both_ends_of_each_link_are_limited_and_pass_the_largest_packet_whole(link: str, rate_bytes_per_s: int) -> None:
     with EmulatedHosts(Emulation(2, link)) as hosts:
         switch = hosts.names[0][:-2] + "switch"
         for namespace, device in [
