@@ -35,7 +35,7 @@ def this_machine() -> Machine:
         memory_gib=round(int(_field(Path("/proc/meminfo"), "MemTotal").split()[0]) / 2**20),
         system=f"{platform.system()} {platform.release()}",
         python=platform.python_version(),
-        torch=torch.__version__,
+        torch=str(torch.__version__),
     )
 
 

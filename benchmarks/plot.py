@@ -43,7 +43,7 @@ def draw(claims: Sequence[Claim], path: Path, machine: str) -> None:
         if kind in present
     ]
     handles.append(Line2D([], [], marker="|", markersize=11, color="black", linestyle="", label="bar"))
-    axes.legend(handles=handles, fontsize=8, loc="lower right")
+    figure.legend(handles=handles, fontsize=8, loc="outside lower right", ncols=len(handles))
     axes.set_title(machine, fontsize=8, loc="left")
     figure.savefig(path, dpi=150, metadata={"Software": None})
     plt.close(figure)

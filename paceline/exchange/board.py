@@ -51,6 +51,7 @@ class HostWord(enum.IntEnum):
     TOTAL_STEPS = 4  # for the progress display; 0 while unknown
     SUPERVISED = 5  # 1 if a supervisor declares deaths
     CLOSED = 6  # the last step that is complete: all shards updated
+    BUFFERS_OF = 8  # chief: the op in which all take over its buffers
     FIRST_REPLICA = 7  # number of this host's replica 0 among all hosts'
 
 

@@ -51,7 +51,7 @@ class MirroredEngine:
         self._replica = place.replica
         self._links = links
         self._together = Together(board, place.replica, place.strategy.timeout_s)
-        self.joining = place.restarted
+        self.joining = place.restarted and not board.alive(self._replica)  # an earlier trainer of it may have joined
         self.gradients_ready: Callable[[], None] | None = None
         self.notes_for_joining: Callable[[], dict[str, Any]] = dict
         announce(board, self._replica)
@@ -67,6 +67,8 @@ class MirroredEngine:
         self._collector = GradientCollector(self._shared.trained, arena, self._replica, landed)
         self._sums = SharedSums(self._together, arena)
         self._ranks: tuple[int, ...] = ()
+        self._count = 0
+        self._some_were_idle = False  # in this step a member had no samples in some pass
         self._touched: list[int] = []  # by slot: whether anybody has a gradient for it in the step that is being closed
         self._has_batchnorm = has_batchnorm(model)
         self._exact_statistics = place.strategy.batchnorm == "exact"
@@ -104,6 +106,7 @@ class MirroredEngine:
     @contextmanager
     def one_pass(self, *, is_last: bool, among: Sequence[int]) -> Iterator[None]:
         self._collector.last_pass(is_last)
+        self._some_were_idle |= len(among) < self._count
         if self._exact_statistics and len(among) > 1:
             self._statistics.sum = self._statistics_over(among)
         try:
@@ -135,6 +138,8 @@ class MirroredEngine:
             board.work_on(members, Kind.STEP, Phase.COMPUTING)
             self._owner.divide(members.ranks)
             self._ranks = members.ranks
+            self._count = self._share(members).count
+            self._some_were_idle = False
             if tried:  # a try that was given up may have changed running statistics
                 for buffer, before in zip(self._shared.buffers, buffers_before, strict=True):
                     buffer.copy_(before)
@@ -161,7 +166,7 @@ class MirroredEngine:
         self._check_options(members)
         closed, touched = self._close(members)
         self._touched = touched.tolist()
-        if not self._exact_statistics:
+        if board.host_get(HostWord.BUFFERS_OF) == members.op:
             self._shared.take_buffers(self._links)
         if self._courier is not None:
             self._courier.finish()
@@ -229,8 +234,13 @@ class MirroredEngine:
         if board.host_get(HostWord.STOP_REQUESTED) and not board.host_get(HostWord.STOP_AFTER):
             board.host_set(HostWord.STOP_AFTER, members.op)
         joining = board.any_joining(members.chief, members.op)
-        if joining or not self._exact_statistics:
+        # Local statistics are the chief's. So are exact ones when a member had no samples in some pass and has missed
+        # its statistics; the chief, being first, has samples in every pass.
+        spread = not self._exact_statistics or self._some_were_idle
+        if joining or spread:
             self._shared.publish_buffers()
+        if spread:
+            board.host_set(HostWord.BUFFERS_OF, members.op)
         if joining:
             self._arena.write_notes(self.notes_for_joining())
             board.admit_joining(members.chief, members.op)
