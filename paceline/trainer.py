@@ -101,6 +101,7 @@ class Trainer:
         self._recorder = Recorder(recording, self._engine, model) if recording is not None else None
         self._drawn: _Drawn | None = None
         self._itinerary = Itinerary()
+        self._resumed_from: checkpoint.Checkpoint | None = None  # until the script has caught up with it
 
     # ── what a user may ask ──────────────────────────────────────────────────────────────────────────────
 
@@ -163,6 +164,10 @@ class Trainer:
         if turned is None:
             return
         ledger, stop_epoch = turned
+        if self._resumed_from is not None:
+            # Only now: what the script has drawn on its way here, a split of the data say, it must draw as before.
+            training_state.restore_random(self._resumed_from)
+            self._resumed_from = None
         ahead = Ahead(feed, ledger, depth=prefetch)
         try:
             yield from self._draw(ledger, feed, ahead, stop_epoch)
@@ -378,7 +383,7 @@ class Trainer:
         numbers = saved.notes.get("numbers", {})
         self._engine.take_state(saved.model, training_state.unflatten(saved.training, numbers))
         self._take_notes(saved.notes)
-        training_state.restore_random(saved)
+        self._resumed_from = saved
         return True
 
     def _notes(self) -> dict[str, Any]:

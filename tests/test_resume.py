@@ -152,3 +152,22 @@ def test_resuming_after_the_first_batch_is_refused(tmp_path: Path) -> None:
     epochs(trainer, 3, path)
     with pytest.raises(pl.PacelineError, match=r"comes too late: call it before trainer\.batches"):
         trainer.resume(path)
+
+
+def test_what_a_script_draws_before_its_first_batch_is_what_it_drew_before(tmp_path: Path) -> None:
+    """A split of the dataset, say: with other random numbers, samples to test on would become samples to train on."""
+    path = tmp_path / "model.safetensors"
+
+    def split_and_train(save_at: int | None) -> tuple[list[int], dict[int, float], list[float]]:
+        trainer = new_trainer()
+        trainer.resume(path)
+        chosen = torch.randperm(40)[:32]
+        told = Told()
+        for batch in trainer.batches((DATA[0][chosen], DATA[1][chosen]), 8, epochs=2, seed=4):
+            told.step(trainer, batch)
+            if trainer.steps == save_at:
+                trainer.save(path)
+        return chosen.tolist(), told.losses, torch.rand(3).tolist()
+
+    split, uninterrupted, drawn_after = split_and_train(save_at=5)
+    assert split_and_train(save_at=None) == (split, {n: uninterrupted[n] for n in range(5, 8)}, drawn_after)

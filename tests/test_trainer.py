@@ -53,8 +53,7 @@ def test_a_loss_that_cannot_be_trained_on_is_named_with_its_step(
         lambda model, x: (result if trainer.steps == 2 else torch.clone)(square(model, x))
     )
     with pytest.raises(pl.PacelineError) as refusal:
-        for batch in trainer.batches(X, 8):
-            trainer.step(batch)
+        losses(trainer)
     assert str(refusal.value).startswith(sentence)
     assert trainer.steps == 2
 
@@ -73,23 +72,14 @@ class Growing:
 
 
 def test_a_dataset_that_changes_its_length_is_noticed() -> None:
-    trainer, dataset = new_trainer(), Growing()
-    with pytest.raises(pl.PacelineError, match="dataset length is 25: it was 24 when training began"):
-        for batch in trainer.batches(dataset, 8, epochs=2):
-            trainer.step(batch)
-            if trainer.steps == 1:
-                dataset.rows.append(X[0])
-    with pytest.raises(pl.PacelineError, match=r"dataset length is 25.*"):
-        for _ in trainer.batches(dataset, 8, epochs=2):
-            dataset.rows.append(X[0])
+    dataset = Growing()
 
+    def grow(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        dataset.rows.append(X[0])
+        return square(model, x)
 
-def test_a_batch_that_is_never_trained_on_is_noticed() -> None:
-    trainer = new_trainer()
-    with pytest.raises(pl.PacelineError, match="the batch of update 1 was drawn and never trained on"):
-        for number, batch in enumerate(trainer.batches(X, 8)):
-            if number != 1:
-                trainer.step(batch)
+    with pytest.raises(pl.PacelineError, match="it was 26 when training began, and must not change while it lasts"):
+        losses(new_trainer(grow), dataset)
 
 
 def test_a_batch_from_elsewhere_is_refused() -> None:
@@ -124,7 +114,7 @@ def test_an_option_that_makes_no_sense_is_refused(options: dict[str, Any], sente
 
 def test_a_scheduler_that_waits_for_a_metric_is_the_users_own_to_step() -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-    with pytest.raises(pl.PacelineError, match="ReduceLROnPlateau.*step it yourself with your metric"):
+    with pytest.raises(pl.PacelineError, match=r"ReduceLROnPlateau.*step it yourself with your metric"):
         new_trainer(scheduler=ReduceLROnPlateau(optimizer))
 
 
@@ -133,7 +123,7 @@ def test_a_scheduler_that_waits_for_a_metric_is_the_users_own_to_step() -> None:
     [
         ({"batch_size": 0}, "batch_size is 0: give"),
         ({"batch_size": 8, "epochs": -1}, "epochs is -1: give a whole number from 0 up"),
-        ({"batch_size": 25, "drop_last": True}, "batch_size is 25: with drop_last give at most the 24 samples"),
+        ({"batch_size": 27, "drop_last": True}, "batch_size is 27: with drop_last give at most the 26 samples"),
     ],
     ids=["batch_size", "epochs", "drop_last"],
 )
@@ -164,7 +154,7 @@ def assert_equal_to_rounding(found: Any, expected: Any) -> None:
         for key in range(len(expected)) if isinstance(expected, list) else expected:
             assert_equal_to_rounding(found[key], expected[key])
     else:
-        assert found == pytest.approx(expected, rel=1e-4, abs=1e-7) if isinstance(expected, float) else expected
+        assert found == (pytest.approx(expected, rel=1e-4, abs=1e-7) if isinstance(expected, float) else expected)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -238,8 +228,8 @@ pl.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), square)
 model = nn.Linear(4, 1 + rank)
 pl.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), square)
 """,
-        "model is 'bias': replica 1 has it as [[2], 'torch.float32'] and replica 0 has 'bias' as [[1], 'torch.float32']; "
-        "build the same model and optimizer in every process",
+        "model is 'bias': replica 1 has it as [[2], 'torch.float32'] and replica 0 has 'bias' as [[1], "
+        "'torch.float32']; build the same model and optimizer in every process",
     ),
     "one evaluates while the other steps": (
         """
@@ -287,6 +277,7 @@ from pathlib import Path
 from torch import nn
 
 torch.manual_seed(0)
+x = torch.randn(60, 4)
 model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=100)
@@ -294,7 +285,7 @@ trainer = pl.Trainer(model, optimizer, lambda m, x: m(x).square().mean(), schedu
 path, slowly = Path(sys.argv[1]), "slowly" in sys.argv
 trainer.resume(path)
 losses = {{}}
-for batch in trainer.batches(torch.randn(60, 4), 4, epochs=3, seed=2):
+for batch in trainer.batches(x, 4, epochs=3, seed=2):
     number = trainer.steps
     losses[number] = trainer.step(batch)
     if "saving" in sys.argv and trainer.steps % {SAVE_EVERY} == 0:

@@ -1,7 +1,7 @@
 """Small things to train, each told by what it came to, for `test_trainer.py` to compare one process with two replicas.
 
-`CASES` must not depend on the number of replicas. `REFUSALS` must all end with an error, in every replica alike, so that
-one launch can go through all of them.
+`CASES` must not depend on the number of replicas. `REFUSALS` must all end with an error, in every replica alike, so
+that one launch can go through all of them.
 """
 
 from __future__ import annotations
