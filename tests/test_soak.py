@@ -47,7 +47,8 @@ def test_fifty_kills_at_random_moments_change_nothing(start: Start) -> None:
     while (deaths := run.count("died")) < KILLS:
         kills.write_text("\n" * deaths)
         time.sleep(chance.uniform(0, 4))
-        assert run.process.poll() is None, run.end().err
+        if run.process.poll() is not None:  # the last kill may be the one that lets the training end
+            break
         kill_one(run, chance)
     kills.write_text("\n" * KILLS)
     run.fine(TRAINING_S)
