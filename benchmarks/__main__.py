@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -158,4 +159,6 @@ def _about(name: str) -> str:
 
 
 if __name__ == "__main__":
+    # Also when it is told to end, it has to end what it has started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

@@ -80,7 +80,11 @@ class Demo:
         ):
             if kill is not None:
                 _kill_in_the_middle(run, folder / "run" / "events.jsonl", kill)
-            _, errors = run.communicate(timeout=LONGEST_RUN_S)
+            try:
+                _, errors = run.communicate(timeout=LONGEST_RUN_S)
+            except subprocess.TimeoutExpired:
+                run.kill()  # its replicas end with it
+                raise SystemExit(f"{name}: still running after {LONGEST_RUN_S:g} s") from None
         said = errors.decode(errors="replace").strip()
         if run.returncode:
             raise SystemExit(f"{said}\n{name}: ended with exit code {run.returncode}")

@@ -15,14 +15,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import PacelineError
-from paceline.strategy import Mirrored
+from paceline.rules import Async, Sync
+from paceline.strategy import Centralized, Mirrored
 
 if TYPE_CHECKING:
     from paceline.distributed import distribute, place
     from paceline.trainer import Trainer
 
 __version__ = "0.1.0"
-__all__ = ["Mirrored", "PacelineError", "Trainer", "__version__", "distribute", "place"]
+__all__ = [
+    "Async",
+    "Centralized",
+    "Mirrored",
+    "PacelineError",
+    "Sync",
+    "Trainer",
+    "__version__",
+    "distribute",
+    "place",
+]
 
 _LAZY = {"Trainer": "paceline.trainer", "distribute": "paceline.distributed", "place": "paceline.distributed"}
 

@@ -9,6 +9,7 @@
     ├── CheckpointError       a file that is missing, damaged, or of another run
     ├── ArenaError            shared memory: full, or of another shape
     ├── LaunchError           processes that could not be started or supervised
+    ├── SecurityError         keys and tokens: missing, expired, of another CA or role; a stranger at the other end
     ├── ReplicaDied           a death that cannot be survived here, and why
     └── Stalled               a wait that passed its deadline: who waits for whom
 
@@ -61,6 +62,10 @@ class ArenaError(PacelineError):
 
 class LaunchError(PacelineError):
     """Processes could not be started or supervised."""
+
+
+class SecurityError(PacelineError):
+    """Keys or a token are missing or wrong, or the other side's are."""
 
 
 class ReplicaDied(PacelineError):

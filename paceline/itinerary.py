@@ -38,6 +38,11 @@ class Itinerary:
         return self._steps_before + (self.ledger.step if self.ledger is not None else 0)
 
     @property
+    def chapter(self) -> int:
+        """The script's, counted from 0; -1 before the first."""
+        return self._chapter
+
+    @property
     def script_is_behind(self) -> bool:
         """Whether the script has yet to reach the position of the run."""
         if self._ahead is not None:
@@ -75,6 +80,13 @@ class Itinerary:
             where = (max(self._chapter, 0), self._epochs, 0)
         else:
             where = (self._chapter, self.ledger.epoch, self.ledger.position)
+        before = self._last_evaluation[3] + 1 if self._last_evaluation[:3] == where else 0
+        self._last_evaluation = (*where, before)
+        return [*where, before]
+
+    def next_evaluation_of_script(self) -> list[int]:
+        """The same by where the script stands, which replicas with servers have in common."""
+        where = (max(self._chapter, 0), self._epochs, 0)
         before = self._last_evaluation[3] + 1 if self._last_evaluation[:3] == where else 0
         self._last_evaluation = (*where, before)
         return [*where, before]

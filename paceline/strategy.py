@@ -1,6 +1,7 @@
 """A strategy is a value: where parameters live, when their owners close a step, how bytes travel.
 
-`Mirrored` is the first: parameters live with the replicas, a shard each; a step closes when all have reported.
+`Mirrored`: parameters live with the replicas, a shard each; a step closes when all have reported.
+`Centralized`: they live on servers; a `Rule` says when a step closes.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from collections.abc import Sequence
 import msgspec
 
 from paceline.errors import StrategyError
+from paceline.rules import Rule, Sync
 
 WIRES = ("fp32", "bf16", "fp16", "int8")
 BATCHNORMS = ("exact", "local")
 EXCHANGES = ("auto", "shared", "collective")
+SERVER_EXCHANGES = ("auto", "tcp")
+DURABILITIES = ("none", "log", "replica")
 
 
-class Mirrored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Mirrored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="mirrored"):
     """Mirrored replicas: every replica holds a shard of the parameters and applies the updates to just that.
 
     >>> Mirrored(replicas=4).wire
@@ -38,6 +42,44 @@ class Mirrored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         one_of("exchange", self.exchange, EXCHANGES)
         if not self.timeout_s > 0:
             raise StrategyError("timeout", self.timeout_s, "give a number of seconds above 0")
+
+
+class Centralized(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="centralized"):
+    """Parameters on servers, which update them as the rule says; replicas only compute.
+
+    >>> Centralized(replicas=20, servers=2, rule=Sync(accept=18)).rule.accept
+    18
+    """
+
+    replicas: int = 1
+    servers: int = 1
+    rule: Rule = Sync()
+    wire: str = "fp32"  # how gradients look over TCP
+    exchange: str = "auto"  # shared memory with servers of the same host; tcp: with none
+    durability: str = "none"  # where an update is before it is acknowledged
+    warmup_steps: int = 0  # which one replica makes alone
+    warmup_epochs: int = 0
+    in_graph: bool = False  # all replicas as threads of one process
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise StrategyError("replicas", self.replicas, "give a whole number from 1 up")
+        if self.servers < 1:
+            raise StrategyError("servers", self.servers, "give at least 1")
+        accept = self.rule.accept if isinstance(self.rule, Sync) else None
+        if isinstance(accept, int) and accept > self.replicas:
+            raise StrategyError("accept", accept, f"give at most the number of replicas, which is {self.replicas}")
+        one_of("wire", self.wire, WIRES)
+        one_of("exchange", self.exchange, SERVER_EXCHANGES)
+        one_of("durability", self.durability, DURABILITIES)
+        if self.warmup_steps < 0 or self.warmup_epochs < 0:
+            raise StrategyError("warmup", min(self.warmup_steps, self.warmup_epochs), "give a number from 0 up")
+        if not self.timeout_s > 0:
+            raise StrategyError("timeout", self.timeout_s, "give a number of seconds above 0")
+
+
+Strategy = Mirrored | Centralized
 
 
 def one_of(field: str, value: str, choices: Sequence[str]) -> str:

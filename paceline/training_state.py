@@ -92,6 +92,11 @@ def restore_options(optimizer: Optimizer, options: list[dict[str, Any]]) -> None
                 group[key] = tuple(value) if isinstance(value, list) else value
 
 
+def schedule_and_options(optimizer: Optimizer, scheduler: LRScheduler | None) -> dict[str, Any]:
+    """What a script's optimizer and scheduler were told, as plain data."""
+    return {"options": group_options(optimizer), "scheduler": schedule_notes(scheduler)}
+
+
 def schedule_notes(scheduler: LRScheduler | None) -> dict[str, Any] | None:
     """The scheduler's state, if there is one, as plain data."""
     if scheduler is None:

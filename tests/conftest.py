@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,30 +122,27 @@ Start = Callable[..., Run]
 
 
 @pytest.fixture(scope="session")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     """`start(script, "--replicas 2", "--its own arguments")`: the script under `paceline run`, in a new folder.
 
-    `script` is a path, or the text of one. With `replicas=None` it is plain `python script`.
+    `script` is a path, or the text of one. With `flags=None` it is plain `python script`.
     """
+    runs: list[Run] = []
 
     def start(script: str | Path, flags: str | None = "", arguments: str = "", *, folder: Path | None = None) -> Run:
         folder = folder or tmp_path_factory.mktemp("run")
         if isinstance(script, str):
             (folder / "train.py").write_text(script)
             script = Path("train.py")
-        if flags is None:
-            return Run(folder, sys.executable, str(script), *shlex.split(arguments))
-        command = [
-            sys.executable,
-            "-c",
-            MAIN,
-            "run",
-            str(script),
-            "--run-folder",
-            "run",
-            "--quiet",
-            *shlex.split(flags),
-        ]
-        return Run(folder, *command, "--", *shlex.split(arguments))
+        command = [sys.executable, str(script)]
+        if flags is not None:
+            command = [sys.executable, "-c", MAIN, "run", str(script), "--run-folder", "run", "--quiet"]
+            command += [*shlex.split(flags), "--"]
+        runs.append(Run(folder, *command, *shlex.split(arguments)))
+        return runs[-1]
 
-    return start
+    yield start
+    for run in runs:
+        if run.process.poll() is None:  # its test has failed before its end
+            run.process.send_signal(signal.SIGQUIT)
+            run.process.communicate(timeout=30)

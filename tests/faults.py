@@ -38,6 +38,7 @@ INSIDE = {
     "waiting": "its gradient is there, and it begins to wait for the others'",
     "deciding": "all gradients are there, nothing is updated",
     "norm": "before it has measured its part of the gradient's length",
+    "reducing": "(under distribute) the mean has been written over some of the gradients it was made from",
     "update": "one chunk is updated, the next is half written",
     "adoption": "it has half written a chunk of an owner that died",
     "closing": "its own updates are complete, and it begins to wait for the others'",
@@ -100,7 +101,7 @@ def arm(faults: Sequence[Fault], replica: int, steps: Callable[[], int]) -> Call
 
 
 def _arm(fault: Fault, mark: Path, steps: Callable[[], int]) -> Callable[[str], None]:
-    def die(*_: Any) -> NoReturn:
+    def die(*_: Any, **__: Any) -> NoReturn:
         mark.touch()
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("cannot be reached")
@@ -115,7 +116,7 @@ def _arm(fault: Fault, mark: Path, steps: Callable[[], int]) -> Callable[[str], 
         @functools.wraps(original)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             if due():
-                act(*args)
+                act(*args, **kwargs)
             return original(*args, **kwargs)
 
         setattr(owner, name, wrapped)
@@ -129,13 +130,17 @@ def _arm(fault: Fault, mark: Path, steps: Callable[[], int]) -> Callable[[str], 
                         value.fill_(float("nan"))
         die()
 
+    def overwrite_and_die(*_: Any, out: torch.Tensor) -> None:
+        out.fill_(float("nan"))
+        die()
+
     def at_second(act: Callable[..., None]) -> Callable[..., None]:
         calls: list[None] = []
 
-        def counted(*args: Any) -> None:
+        def counted(*args: Any, **kwargs: Any) -> None:
             calls.append(None)
             if len(calls) == 2:
-                act(*args)
+                act(*args, **kwargs)
 
         return counted
 
@@ -152,6 +157,8 @@ def _arm(fault: Fault, mark: Path, steps: Callable[[], int]) -> Callable[[str], 
             before(Owner, "begin", die)
         case "norm":
             before(Owner, "norm", die)
+        case "reducing":
+            before(torch, "mul", at_second(overwrite_and_die))
         case "update":
             before(torch.optim.SGD, "step", at_second(scribble_and_die))
         case "adoption":

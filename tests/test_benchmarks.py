@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib
 import mmap
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -325,6 +328,21 @@ finally:
     assert done.returncode == 0
     for name in command.SUITE:
         assert f"\n  {name} " in done.stdout
+
+
+def test_when_it_is_told_to_end_nothing_that_it_started_is_left() -> None:
+    root = Path(command.__file__).parent.parent
+    measuring = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks", "start", "--quick"], cwd=root, stdout=subprocess.DEVNULL
+    )
+    process = psutil.Process(measuring.pid)
+    while len(started := process.children(recursive=True)) < 3:  # paceline run, its guard, a replica
+        assert measuring.poll() is None
+        time.sleep(0.02)
+    measuring.terminate()
+    assert measuring.wait() == 128 + signal.SIGTERM
+    _, left = psutil.wait_procs(started, timeout=10)
+    assert left == []
 
 
 # ── the benchmarks ───────────────────────────────────────────────────────────────────────────────────────────

@@ -14,11 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import faulty_loop
 import pytest
 import torch
 from checksum import largest_difference
 from conftest import TESTS, Run, Start
 from faults import Fault, as_argument, happened, kill
+from safetensors.torch import save_file
 
 SCRIPT = TESTS / "faulty_training.py"
 LEDGER = "epochs 0 to 2: 60 samples, each once"
@@ -221,3 +223,22 @@ def test_one_that_comes_too_late_for_its_trainer_leaves_the_others_alone(
     assert_close(two_trainers.told("Linear"), alone["Linear"])
     assert two_trainers.all_told("ledger") == ["epoch 0: 160 samples, each once"] * 2
     two_trainers.assert_nothing_left()
+
+
+def test_a_loop_under_distribute_goes_on_with_the_mean_of_those_who_are_left(start: Start) -> None:
+    """Who dies while the mean is made, or used, has given its gradient, and counts in that step for the last time."""
+    faults = [kill(replica=2).at(step=2).in_("reducing"), kill(replica=0).at(step=5).in_("update")]
+    run = start(TESTS / "faulty_loop.py", "--replicas 4", as_argument(faults)).fine()
+    assert happened(run.folder, faults) == faults
+
+    model, optimizer = faulty_loop.new_model()
+    for step in range(faulty_loop.STEPS):
+        living = {0, 1, 2, 3} - {fault.replica for fault in faults if fault.step < step}
+        optimizer.zero_grad()
+        losses = [faulty_loop.loss_of(model, replica, step) for replica in sorted(living)]
+        torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    save_file(model.state_dict(), run.folder / "expected.safetensors")
+    assert largest_difference(run.folder / "expected.safetensors", run.folder / "model-1.safetensors") < ROUNDING
+    assert run.told("checksum", replica=3) == run.told("checksum", replica=1)
+    run.assert_nothing_left()

@@ -7,7 +7,9 @@ import paceline
 
 
 def test_exported_names() -> None:
-    assert sorted(paceline.__all__) == ["Mirrored", "PacelineError", "Trainer", "__version__", "distribute", "place"]
+    values = ["Async", "Centralized", "Mirrored", "Sync"]
+    doors = ["PacelineError", "Trainer", "__version__", "distribute", "place"]
+    assert sorted(paceline.__all__) == sorted(values + doors)
     for name in paceline.__all__:
         assert getattr(paceline, name) is not None
 

@@ -25,6 +25,7 @@ from paceline.errors import PacelineError, StrategyError
 SUBCOMMANDS = {
     "run": "train a script on one or many replicas",
     "verify": "compare the numbers of a strategy with those of one process",
+    "keys": "make and show the keys of servers on several machines",
 }
 
 
@@ -81,6 +82,18 @@ def seconds(field: str) -> Callable[[str], float]:
             if math.isfinite(value := float(text)) and value > 0:
                 return value
         raise StrategyError(field, text, "give a number of seconds above 0")
+
+    return convert
+
+
+def number(field: str) -> Callable[[str], float]:
+    """How a flag that is a factor is read."""
+
+    def convert(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if math.isfinite(value := float(text)) and value > 0:
+                return value
+        raise StrategyError(field, text, "give a number above 0")
 
     return convert
 

@@ -23,7 +23,8 @@ from paceline.launch.emulate import Emulation, check_permission
 from paceline.launch.place import Place
 from paceline.launch.supervisor import POLICIES
 from paceline.machine import free_memory
-from paceline.strategy import Mirrored, one_of
+from paceline.rules import Async, Rule, Sync
+from paceline.strategy import Centralized, Mirrored, Strategy, one_of
 
 DEFAULT_PORT = 29500
 REPLICA_BYTES = 180 << 20  # a process that has imported torch, before it has a model
@@ -42,7 +43,7 @@ class Plan:
 
     script: str
     arguments: tuple[str, ...]
-    strategy: Mirrored
+    strategy: Strategy
     on_failure: str
     max_restarts: int
     save_on_stop: str | None
@@ -55,7 +56,9 @@ class Plan:
     @property
     def settings(self) -> dict[str, object]:
         own = {name: value for name, value in asdict(self).items() if name not in ("strategy", "given")}
-        return {**own, **msgspec.structs.asdict(self.strategy)}
+        chosen = msgspec.structs.asdict(self.strategy)
+        rule = chosen.pop("rule", None)
+        return {**own, **chosen, **({"rule": _in_words(rule)} if rule is not None else {})}
 
     def place(self, run_folder: Path) -> Place:
         """Replica 0's on this host."""
@@ -71,14 +74,22 @@ class Plan:
         )
 
 
+def _in_words(rule: Rule) -> str:
+    """
+    >>> _in_words(Sync(18)), _in_words(Async(bound=3))
+    ('sync, accept 18', 'async, bound 3')
+    """
+    fields = dict(msgspec.structs.asdict(rule).items())
+    kind = "sync" if isinstance(rule, Sync) else "async"
+    default = type(rule)()
+    return ", ".join([kind, *(f"{name} {value}" for name, value in fields.items() if value != getattr(default, name))])
+
+
 def resolve(options: argparse.Namespace) -> Plan:
     """The plan behind the flags; a sentence for whatever is wrong with them."""
     given = {name: value for name, value in vars(options).items() if value is not None}
     hosts = Emulation.parse(given["emulate"]).hosts if "emulate" in given else given.get("hosts", 1)
-    strategy = Mirrored(
-        replicas=_count_replicas(given, hosts),
-        **{name: given[name] for name in ("wire", "batchnorm", "exchange", "timeout_s") if name in given},
-    )
+    strategy = _strategy(given, _count_replicas(given, hosts))
     on_failure = one_of("on-failure", given.get("on_failure", "continue" if hosts == 1 else "stop"), POLICIES)
     if hosts > 1 and on_failure != "stop":
         raise StrategyError("on-failure", on_failure, "between several hosts no death is survived yet: give stop")
@@ -95,6 +106,44 @@ def resolve(options: argparse.Namespace) -> Plan:
         emulate=given.get("emulate"),
         given=frozenset(_SETTINGS.get(name, name) for name in given),
     )
+
+
+def _strategy(given: Mapping[str, Any], replicas: int) -> Strategy:
+    common = {name: given[name] for name in ("wire", "exchange", "timeout_s") if name in given}
+    if "servers" in given or "join" in given:
+        if "batchnorm" in given and given["batchnorm"] != "local":
+            raise StrategyError("batchnorm", given["batchnorm"], "with servers statistics are local, leave it out")
+        centralized = ("servers", "durability", "warmup_steps", "warmup_epochs", "in_graph")
+        return Centralized(
+            replicas=replicas,
+            rule=_rule(given),
+            **common,
+            **{name: given[name] for name in centralized if name in given},
+        )
+    for flag in ("accept", "async", "bounded", "stale", "stale_lr", "durability", "warmup_epochs", "warmup_steps"):
+        if given.get(flag) not in (None, False):
+            value = "set" if given[flag] is True else given[flag]
+            raise StrategyError(flag.replace("_", "-"), value, "it needs servers, give --servers 1 or more")
+    return Mirrored(replicas=replicas, **common, **{"batchnorm": given["batchnorm"]} if "batchnorm" in given else {})
+
+
+def _rule(given: Mapping[str, Any]) -> Rule:
+    asynchronous = given.get("async") or "bounded" in given
+    if asynchronous and "accept" in given:
+        raise StrategyError("accept", given["accept"], "it belongs to sync updates, leave out --async and --bounded")
+    if not asynchronous:
+        for flag in ("stale", "stale_lr"):
+            if flag in given:
+                raise StrategyError(
+                    flag.replace("_", "-"), given[flag], "gradients are stale with --async only, add it"
+                )
+        accept = given.get("accept")
+        if accept is None or accept == "auto":
+            return Sync(accept)
+        if not accept.isdigit():
+            raise StrategyError("accept", accept, "give a number of replicas, or auto")
+        return Sync(int(accept))
+    return Async(given.get("bounded"), given.get("stale", "keep"), given.get("stale_lr", 1.0))
 
 
 def _count_replicas(given: Mapping[str, Any], hosts: int) -> int:
@@ -119,7 +168,7 @@ def _which_host(given: Mapping[str, Any], hosts: int) -> int:
     return host
 
 
-def _rendezvous(given: Mapping[str, Any], hosts: int, strategy: Mirrored) -> str | None:
+def _rendezvous(given: Mapping[str, Any], hosts: int, strategy: Strategy) -> str | None:
     """Where the processes find each other; None if shared memory is all they need."""
     in_two = None
     if "master_addr" in given or ("master_port" in given and hosts == 1):

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.cli import seconds, whole
+from paceline.cli import number, seconds, whole
 from paceline.cli.plan import DEFAULT_PORT, Plan, check, check_script, resolve
 from paceline.launch.cores import allowed_cores, share_of_cores
 from paceline.launch.emulate import EmulatedHosts, Emulation
@@ -34,7 +34,7 @@ from paceline.launch.supervisor import INTERRUPTED, Job, Outcome, Supervisor
 from paceline.watch.display import choose_display, put
 from paceline.watch.run_folder import EVENTS, RunFolder, choose_run_folder
 
-_MAIN = "import sys; from paceline.cli import main; sys.exit(main())"
+_MAIN = "import sys; from paceline.cli import number, main; sys.exit(main())"
 
 EXAMPLES = """\
 examples:
@@ -57,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Train a script on one or many replicas, on this machine or several."
     parser.epilog = EXAMPLES
     add_strategy_arguments(parser)
+    add_server_arguments(parser)
     faults = parser.add_argument_group("when something happens")
     faults.add_argument("--on-failure", metavar="POLICY", help="of a killed replica: continue (default), restart, stop")
     faults.add_argument("--max-restarts", type=whole("max-restarts", 0), metavar="N", help="default 10")
@@ -87,10 +88,29 @@ def add_strategy_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--wire", metavar="FORMAT", help="gradients on a link: fp32 (default), bf16, fp16, int8")
     group.add_argument("--batchnorm", metavar="HOW", help="exact (whole batch, default) or local (as DDP)")
-    group.add_argument("--exchange", metavar="HOW", help="auto (default), shared or collective")
+    group.add_argument(
+        "--exchange", metavar="HOW", help="auto (default), shared or collective; with servers auto or tcp"
+    )
     group.add_argument(
         "--timeout", dest="timeout_s", type=seconds("timeout"), metavar="SECONDS", help="longest wait, default 600"
     )
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Parameters on servers, and when they are updated."""
+    group = parser.add_argument_group("parameters on servers")
+    group.add_argument("--servers", type=whole("servers", 1), metavar="N", help="processes that own the parameters")
+    group.add_argument("--accept", metavar="K", help="close a step with the first K replicas; auto: by measurement")
+    group.add_argument("--async", action="store_true", default=None, help="update at each replica's report")
+    group.add_argument(
+        "--bounded", type=whole("bounded", 0), metavar="S", help="async, but at most S steps ahead of the slowest"
+    )
+    group.add_argument("--stale", metavar="HOW", help="of stale gradients: keep, drop:N, scale, compensate[:LAMBDA]")
+    group.add_argument("--stale-lr", type=number("stale-lr"), metavar="X", help="factor on the learning rate")
+    group.add_argument("--warmup-steps", type=whole("warmup-steps", 0), metavar="N", help="made by one replica alone")
+    group.add_argument("--warmup-epochs", type=whole("warmup-epochs", 0), metavar="N", help="the same in epochs")
+    group.add_argument("--durability", metavar="HOW", help="where an update is before it counts: none, log, replica")
+    group.add_argument("--in-graph", action="store_true", default=None, help="all replicas as threads of one process")
 
 
 # ── doing it ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -120,6 +140,8 @@ def _run_here(plan: Plan, path: Path, options: argparse.Namespace) -> int:
         on_failure=plan.on_failure,
         max_restarts=plan.max_restarts,
         shown=plan.host == 0,
+        servers=getattr(plan.strategy, "servers", 0),
+        container=path.name,
     )
     began = time.time()
     try:

@@ -19,7 +19,7 @@ import msgspec
 
 from paceline.cli import whole
 from paceline.cli.plan import Plan, check_script, resolve
-from paceline.cli.run import add_strategy_arguments
+from paceline.cli.run import add_server_arguments, add_strategy_arguments
 from paceline.errors import LaunchError, StrategyError
 from paceline.launch.place import PLACE_VARIABLE, Place, Recording
 from paceline.launch.supervisor import Job, Supervisor
@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Compare the numbers of one process with those of a strategy."
     parser.epilog = EXAMPLES
     add_strategy_arguments(parser)
+    add_server_arguments(parser)
     group = parser.add_argument_group("comparison")
     group.add_argument("--steps", type=whole("steps", 1), default=5, metavar="N", help="how many, default 5")
     group.add_argument("--tolerance", metavar="X", help="of a tensor's largest value, default 1e-4")
@@ -99,7 +100,16 @@ def _run_distributed(plan: Plan, recording: Recording, path: Path) -> None:
     place = msgspec.structs.replace(plan.place(path), recording=recording)
     display = choose_display(Path(plan.script).name, plain=True, quiet=True)
     folder = RunFolder(path, lambda line: display.say(f"paceline: {line}"))
-    job = Job(script=plan.script, arguments=plan.arguments, place=place, on_failure="stop", max_restarts=0, shown=False)
+    job = Job(
+        script=plan.script,
+        arguments=plan.arguments,
+        place=place,
+        on_failure="stop",
+        max_restarts=0,
+        shown=False,
+        servers=getattr(plan.strategy, "servers", 0),
+        container="verify",
+    )
     try:
         outcome = Supervisor(job, folder, display).run()
     finally:

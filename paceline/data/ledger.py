@@ -151,10 +151,22 @@ class Ledger:
     def _lease(self, step: int, epoch: int, position: int) -> Lease:
         stop = position + self.batch_size
         if self.length is not None:
+            position = self._after_counted(epoch, position)
+            stop = position + self.batch_size
             if position >= self.length or (self.drop_last and stop > self.length):
-                epoch, position, stop = epoch + 1, 0, self.batch_size
-            stop = min(stop, self.length)
+                epoch, position = epoch + 1, self._after_counted(epoch + 1, 0)
+                stop = position + self.batch_size
+            # A run whose samples were counted out of order (by servers) may have counted the next ones before.
+            ahead = [run.start for run in self._committed.get(epoch, []) if run.start > position]
+            stop = min(stop, self.length, *ahead)
         return Lease(step, epoch, position, stop)
+
+    def _after_counted(self, epoch: int, position: int) -> int:
+        """The first position from this one on that has not been counted."""
+        for run in sorted(self._committed.get(epoch, []), key=lambda run: run.start):
+            if run.start <= position < run.stop:
+                position = run.stop
+        return position
 
     def indices(self, epoch: int, positions: range) -> Tensor:
         """The dataset indices at these positions of the epoch's order."""
@@ -194,6 +206,28 @@ class Ledger:
         """Count the next update, made by others, which had this many samples."""
         lease = replace(self.next(), stop=self.next().start + samples)
         self.commit(lease, [range(lease.start, lease.stop)])
+
+    def settle(self, step: int, rows: Iterable[Sequence[int]]) -> None:
+        """Take over what somebody else has counted: `step` updates, and rows of epoch, start, stop in any order."""
+        self._committed, self._dropped = _by_epoch(rows), {}
+        self._place = self._first_gap(step)
+
+    def _first_gap(self, step: int) -> Place:
+        """The first position that has not been counted; further ones may have been."""
+        assert self.length is not None
+        used = self.length - (self.length % self.batch_size if self.drop_last else 0)
+        epoch = 0
+        while True:
+            position = 0
+            for run in sorted(self._committed.get(epoch, []), key=lambda run: run.start):
+                if run.start > position:
+                    break
+                position = run.stop
+            if position < used:
+                return Place(step, epoch, position)
+            if used < self.length:
+                self._dropped[epoch] = [range(used, self.length)]
+            epoch += 1
 
     def _move(self, place: Place) -> None:
         following = self._lease(*place)
@@ -314,14 +348,25 @@ def _miscounted(whole: range, parts: Iterable[range]) -> str:
 
 def _proof(length: int | None, place: Place, committed: dict[int, list[range]], dropped: dict[int, list[range]]) -> str:
     """One sentence on all epochs up to `place`, or an error about the first one whose record does not add up."""
-    if max(committed, default=0) > place.epoch or max(dropped, default=-1) >= place.epoch:
+    if max(dropped, default=-1) >= place.epoch:
         raise PacelineError(f"the record goes beyond epoch {place.epoch}, which is the one in progress")
     findings = []
-    for epoch in range(place.epoch + 1):
+    for epoch in range(max(place.epoch, *committed, 0) + 1):
         used, left_out = committed.get(epoch, []), dropped.get(epoch, [])
-        if epoch == place.epoch:
-            end = place.position if length is None else min(place.position, length)
-            finding = f"{end} so far, each once" if length is None else f"{end} of {length} so far, each once"
+        if epoch >= place.epoch:
+            position = place.position if epoch == place.epoch else 0
+            end = position if length is None else min(position, length)
+            # With servers samples are counted in any order: some lie ahead of the first that is missing.
+            ahead = [run for run in used if run.start > end]
+            used = [run for run in used if run.start <= end]
+            if (length is None and ahead) or any(run.stop > (length or 0) for run in ahead):
+                raise PacelineError(
+                    f"the record of epoch {epoch} does not add up: it goes beyond the samples there are"
+                )
+            if fault := _overlap(ahead):
+                raise PacelineError(f"the record of epoch {epoch} does not add up: {fault}")
+            count = end + sum(map(len, ahead))
+            finding = f"{count} so far, each once" if length is None else f"{count} of {length} so far, each once"
         else:
             # A stream's epoch was as long as what was used of it, and that was at least one sample.
             end = length if length is not None else max((run.stop for run in used), default=1)
@@ -329,7 +374,7 @@ def _proof(length: int | None, place: Place, committed: dict[int, list[range]], 
             finding = f"{end - omitted} samples, each once" + (f", and {omitted} dropped" if omitted else "")
         if fault := _miscounted(range(end), [*used, *left_out]):
             raise PacelineError(f"the record of epoch {epoch} does not add up: {fault}")
-        if end:
+        if end or used or (epoch >= place.epoch and not finding.startswith("0 ")):
             findings.append((epoch, finding))
     sentences = []
     for finding, group in groupby(findings, key=lambda item: item[1]):
@@ -337,6 +382,15 @@ def _proof(length: int | None, place: Place, committed: dict[int, list[range]], 
         name = f"epoch {epochs[0]}" if len(epochs) == 1 else f"epochs {epochs[0]} to {epochs[-1]}"
         sentences.append(f"{name}: {finding}")
     return "; ".join(sentences) or "no samples so far"
+
+
+def _overlap(runs: Iterable[range]) -> str:
+    """Which positions are in two of these runs, in words; empty if none are."""
+    ordered = sorted(runs, key=lambda run: run.start)
+    for before, after in pairwise(ordered):
+        if after.start < before.stop:
+            return f"{_span(after.start, min(before.stop, after.stop))} would be counted twice"
+    return ""
 
 
 def _append(record: dict[int, list[range]], epoch: int, run: range) -> None:
@@ -351,7 +405,7 @@ def _flat(record: dict[int, list[range]]) -> list[list[int]]:
     return [[epoch, run.start, run.stop] for epoch, runs in sorted(record.items()) for run in runs]
 
 
-def _by_epoch(rows: list[list[int]]) -> dict[int, list[range]]:
+def _by_epoch(rows: Iterable[Sequence[int]]) -> dict[int, list[range]]:
     record: dict[int, list[range]] = {}
     for epoch, start, stop in rows:
         record.setdefault(epoch, []).append(range(start, stop))

@@ -121,6 +121,8 @@ class Phase(enum.IntEnum):
     AWAITING_ADMISSION = 12
     AWAITING_HOSTS = 13
     AWAITING_EVALUATION = 14
+    AWAITING_WORK = 15  # from the chief of a centralized run
+    AWAITING_SERVERS = 16
 
     @property
     def words(self) -> str:

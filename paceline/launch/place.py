@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import msgspec
 
 from paceline.errors import LaunchError
-from paceline.strategy import Mirrored
+from paceline.strategy import Mirrored, Strategy
 
 PLACE_VARIABLE = "PACELINE_PLACE"
 
@@ -25,6 +25,15 @@ class Recording(msgspec.Struct, frozen=True):
 
     folder: str
     steps: int
+
+
+class ServersPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the servers are, and how to be let in."""
+
+    addresses: list[str]
+    container: str
+    token_folder: str | None = None  # where the token is
+    keys: str | None = None  # folder with keys for TLS
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +48,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     run_folder: str | None = None
     restarted: bool = False  # a new process in the place of one that died
     save_on_stop: str | None = None
-    strategy: Mirrored = Mirrored()
+    strategy: Strategy = Mirrored()
+    servers: ServersPlace | None = None
     recording: Recording | None = None
 
     @property

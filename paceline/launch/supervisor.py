@@ -31,6 +31,7 @@ import msgspec
 from paceline.exchange.board import Board, HostWord, Phase, Word
 from paceline.launch.place import Place
 from paceline.launch.replica import Guard, ReplicaProcess
+from paceline.launch.servers import LocalServers, ServerProcess
 from paceline.launch.signals import signals_as_bytes
 from paceline.watch.display import Display, Meter, Progress
 from paceline.watch.events import STALL_S, StallWatch, innermost_frames
@@ -59,6 +60,8 @@ class Job:
     on_failure: str = "continue"
     max_restarts: int = 10
     shown: bool = True  # pass on what the lowest living replica prints
+    servers: int = 0  # to start on this host
+    container: str = ""
     stall_s: float = STALL_S
 
 
@@ -87,6 +90,8 @@ class Supervisor:
         self._folder = folder
         self._display = display
         self._board = Board.create(job.place.replicas, supervised=True)
+        self._place = job.place
+        self._servers: LocalServers | None = None
         self._living: dict[int, ReplicaProcess] = {}
         self._finished: set[int] = set()  # took part until their good end
         self._due: dict[int, float] = {}  # when to start a row again
@@ -112,6 +117,7 @@ class Supervisor:
         with contextlib.closing(Guard()) as self._guard, signals_as_bytes() as self._signals:
             self._selector.register(self._signals, selectors.EVENT_READ, self._on_signal)
             try:
+                self._start_servers()
                 for row in range(self._job.place.replicas):
                     self._start(row)
                 while self._living or self._due:
@@ -121,6 +127,8 @@ class Supervisor:
             finally:
                 for replica in list(self._living.values()):
                     self._drop(replica)
+                if self._servers is not None:
+                    self._servers.close()
                 self._selector.close()
         outcome = Outcome(
             exit_code=self._final_exit_code(),
@@ -139,6 +147,48 @@ class Supervisor:
             return self._exit_code
         return 0 if self._finished else 128 + self._last_signal
 
+    # ── servers ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def _start_servers(self) -> None:
+        if not self._job.servers:
+            return
+        self._servers = LocalServers(self._job.servers, self._folder.path, self._guard, keep=self._durable)
+        place = self._servers.place(self._job.container)
+        self._place = msgspec.structs.replace(self._place, servers=place)
+        for number in range(self._job.servers):
+            self._start_server(number)
+
+    @property
+    def _durable(self) -> bool:
+        return getattr(self._job.place.strategy, "durability", "none") != "none"
+
+    def _start_server(self, number: int) -> None:
+        assert self._servers is not None
+        server = self._servers.start(number)
+        self._selector.register(server.pidfd, selectors.EVENT_READ, partial(self._on_server_end, server))
+        self._event("server started", server=number, pid=server.pid)
+
+    def _on_server_end(self, server: ServerProcess) -> None:
+        assert self._servers is not None
+        self._selector.unregister(server.pidfd)
+        code = server.reap()
+        del self._servers.living[server.number]
+        if self._exit_code is not None:
+            return
+        self._deaths += 1
+        how = f"was killed by {_name(-code)}" if code < 0 else f"ended with code {code}"
+        what = f"server {server.number} {how} {_at(self._progress.step)}"
+        self._event("server ended", server=server.number, code=code, step=self._progress.step)
+        words = _below(self._servers.last_words(server.number)) if code >= 0 else ""
+        if self._durable and code < 0 and self._restarts < self._job.max_restarts:
+            self._restarts += 1
+            self._say(f"{what}; it is started again ({self._restarts} of at most {self._job.max_restarts} times)")
+            self._start_server(server.number)
+        else:
+            lost = "" if self._durable else "; its parameters are gone (--durability log would have kept them)"
+            self._say(f"{what}{lost}, the run ends{words}")
+            self._end(128 - code if code < 0 else max(1, code))
+
     # ── processes ────────────────────────────────────────────────────────────────────────────────────────
 
     def _start(self, row: int) -> None:
@@ -147,7 +197,7 @@ class Supervisor:
             self._board.declare_started_again(row)
             self._joining.add(row)
         self._board.enter(row, Phase.STARTING)
-        place = msgspec.structs.replace(self._job.place, replica=row, board=self._board.descriptor, restarted=again)
+        place = msgspec.structs.replace(self._place, replica=row, board=self._board.descriptor, restarted=again)
         log = self._folder.open_log(place.rank)
         self._folder.forget_failure(place.rank)
         replica = ReplicaProcess(self._job.script, self._job.arguments, place, log, self._guard)

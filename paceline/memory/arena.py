@@ -57,7 +57,12 @@ class Arena:
                 f"the shared memory of process {process} cannot be opened ({error.strerror}): "
                 "replicas of one host must run as one user and see one another's processes"
             ) from error
-        return cls(_mapped(own, os.fstat(own).st_size), own)
+        return cls.of(own)
+
+    @classmethod
+    def of(cls, descriptor: int) -> Arena:
+        """The segment behind a descriptor, which this takes over."""
+        return cls(_mapped(descriptor, os.fstat(descriptor).st_size), descriptor)
 
     @property
     def size(self) -> int:

@@ -8,27 +8,53 @@ there in an earlier step is zeroed when a step does not use that parameter.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
-from paceline.memory import ModelArena
+
+class Destination(Protocol):
+    """Where the gradient of one parameter goes."""
+
+    def put(self, gradient: torch.Tensor) -> None: ...
+
+    def add(self, gradient: torch.Tensor) -> None: ...
+
+    def zero(self) -> None: ...
+
+
+class Whole:
+    """One place for the whole gradient."""
+
+    def __init__(self, view: torch.Tensor) -> None:
+        self._view = view
+
+    def put(self, gradient: torch.Tensor) -> None:
+        if gradient.layout is torch.strided:
+            self._view.copy_(gradient)
+        else:
+            self._view.zero_().add_(gradient)
+
+    def add(self, gradient: torch.Tensor) -> None:
+        self._view.add_(gradient)
+
+    def zero(self) -> None:
+        self._view.zero_()
 
 
 class GradientCollector:
-    """Collects the gradients of one replica's step into its flat buffer."""
+    """Collects the gradients of one replica's step where they are to go."""
 
     def __init__(
         self,
         parameters: Sequence[torch.nn.Parameter],
-        arena: ModelArena,
-        replica: int,
+        destinations: Sequence[Destination],
         landed: Callable[[int], None] | None = None,
     ) -> None:
-        """`parameters`: the trained ones, in the order of the arena's slots. `landed(slot)` is called when a
-        slot's gradient has landed to which this step will not add any more."""
+        """`parameters`: the trained ones. `landed(number)` is called when a parameter's gradient has landed to which
+        this step will not add any more."""
         self._parameters = parameters
-        self._views = [arena.gradient(replica, arena.layout.slots[i]) for i in range(len(parameters))]
-        self._touched = arena.touched[replica]
+        self._destinations = destinations
         self._seen = [False] * len(parameters)
         self._dirty = [True] * len(parameters)  # what a process before this one has left there
         self._landed = landed
@@ -47,6 +73,10 @@ class GradientCollector:
 
         return collect
 
+    def redirect(self, destinations: Sequence[Destination]) -> None:
+        """From now on gradients go somewhere else, where what was collected so far is too."""
+        self._destinations = destinations
+
     def begin(self) -> None:
         """A step begins: whatever backward produces from now on belongs to it."""
         self._seen = [False] * len(self._parameters)
@@ -59,28 +89,25 @@ class GradientCollector:
     def _collect(self, slot: int, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         assert gradient is not None
-        view = self._views[slot]
         if self._seen[slot]:
-            view.add_(gradient)
-        elif gradient.layout is torch.strided:
-            view.copy_(gradient)
+            self._destinations[slot].add(gradient)
         else:
-            view.zero_().add_(gradient)
+            self._destinations[slot].put(gradient)
         parameter.grad = None
         self._seen[slot] = self._dirty[slot] = True
         if self._landed is not None and self._last_pass:
             self._landed(slot)
 
-    def finish(self) -> None:
-        """The step's backward is over: settle the parameters it did not use."""
+    def finish(self) -> list[bool]:
+        """The step's backward is over: settle the parameters it did not use. Which ones it did."""
         self._collecting = False
         for slot, parameter in enumerate(self._parameters):
             if parameter.grad is not None:  # was frozen when training began, and has no hook
                 self._collect(slot, parameter)
             if not self._seen[slot] and self._dirty[slot]:
-                self._views[slot].zero_()
+                self._destinations[slot].zero()
                 self._dirty[slot] = False
-        self._touched[: len(self._seen)] = torch.tensor(self._seen, dtype=torch.uint8)
+        return self._seen
 
     def close(self) -> None:
         for handle in self._handles:

@@ -34,7 +34,7 @@ from paceline.owners.batchnorm import Statistics, has_batchnorm, make_exact
 from paceline.owners.build import SharedModel, announce
 from paceline.owners.courier import BUCKET_BYTES, Courier
 from paceline.owners.engine import Closed, Computed, Share, StateByName
-from paceline.owners.gradients import GradientCollector
+from paceline.owners.gradients import GradientCollector, Whole
 from paceline.owners.models import own_state
 from paceline.owners.optimizer import ShardOptimizer
 from paceline.owners.owner import Owner
@@ -64,14 +64,16 @@ class MirroredEngine:
         self._owner = Owner(self._together, arena, self._optimizer, bucket_bytes)
         self._courier = Courier(self._together, arena, self._owner, links) if links is not None else None
         landed = self._courier.landed if self._courier is not None else None
-        self._collector = GradientCollector(self._shared.trained, arena, self._replica, landed)
+        trained = self._shared.trained
+        destinations = [Whole(arena.gradient(self._replica, slot)) for slot in arena.layout.slots[: len(trained)]]
+        self._collector = GradientCollector(trained, destinations, landed)
         self._sums = SharedSums(self._together, arena)
         self._ranks: tuple[int, ...] = ()
         self._count = 0
         self._some_were_idle = False  # in this step a member had no samples in some pass
         self._touched: list[int] = []  # by slot: whether anybody has a gradient for it in the step that is being closed
         self._has_batchnorm = has_batchnorm(model)
-        self._exact_statistics = place.strategy.batchnorm == "exact"
+        self._exact_statistics = getattr(place.strategy, "batchnorm", "exact") == "exact"
         self._statistics = Statistics()
         self._undo_exact = make_exact(model, self._statistics)
         if links is not None:
@@ -149,7 +151,8 @@ class MirroredEngine:
                 self._courier.begin(members)
             self._collector.begin()
             computed = compute(self._share(members))
-            self._collector.finish()
+            used = self._collector.finish()
+            self._arena.touched[me, : len(used)] = torch.tensor(used, dtype=torch.uint8)
             if self._courier is not None:
                 self._courier.all_landed()
             self._report(computed)

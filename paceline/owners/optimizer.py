@@ -9,14 +9,25 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 
 from paceline.errors import ModelError
-from paceline.memory import Chunk, ModelArena, Piece
+from paceline.memory import Chunk, Layout, Piece
 from paceline.owners.state import FUSED, Entry, StateLayout, bare_copy, needs_whole_tensors, options_of
+
+
+class ChunkMemory(Protocol):
+    """Where the chunks lie: their parameters and their state blocks."""
+
+    layout: Layout
+    parameters: torch.Tensor
+
+    def chunk_of(self, flat: torch.Tensor, chunk: Chunk) -> torch.Tensor: ...
+
+    def state_block(self, number: int) -> torch.Tensor: ...
 
 
 @dataclass
@@ -33,7 +44,7 @@ class _Held:
 class ShardOptimizer:
     """Updates chunks of an arena as the user's optimizer would."""
 
-    def __init__(self, optimizer: Optimizer, arena: ModelArena, states: StateLayout) -> None:
+    def __init__(self, optimizer: Optimizer, arena: ChunkMemory, states: StateLayout) -> None:
         self._users = optimizer
         self._arena = arena
         self._layout = arena.layout

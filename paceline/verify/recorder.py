@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
 from paceline.launch.place import Recording
-from paceline.owners.engine import Engine
+from paceline.owners.engine import StateByName
 from paceline.training_state import flatten, model_tensors
+
+
+class Recorded(Protocol):
+    """What an engine must tell to be recorded."""
+
+    gradients_ready: Callable[[], None] | None
+
+    @property
+    def chief(self) -> bool: ...
+
+    def gradients(self) -> dict[str, torch.Tensor]: ...
+
+    def optimizer_state(self) -> StateByName: ...
 
 
 class Recorder:
     """One file a step, written by the chief while nobody can change what it reads."""
 
-    def __init__(self, recording: Recording, engine: Engine, model: nn.Module) -> None:
+    def __init__(self, recording: Recording, engine: Recorded, model: nn.Module) -> None:
         self._recording = recording
         self._engine = engine
         self._model = model

@@ -326,7 +326,7 @@ def test_a_checkpoint_of_other_data_is_refused(options: dict[str, Any], sentence
         ({"position": 30}, "the record of epoch 0 does not add up: positions 20 to 29 would be lost"),
         ({"committed": [[0, 0, 20], [0, 5, 6]]}, "does not add up: position 5 would be counted twice"),
         ({"epoch": 1, "position": 0}, "the record of epoch 0 does not add up: positions 20 to 99 would be lost"),
-        ({"committed": [[9, 0, 20]]}, "the record goes beyond epoch 0, which is the one in progress"),
+        ({"committed": [[9, 0, 20]]}, "the record of epoch 0 does not add up: positions 0 to 19 would be lost"),
         ({"dropped": [[0, 20, 30]]}, "the record goes beyond epoch 0, which is the one in progress"),
         ({"position": 120, "committed": [[0, 0, 120]]}, "positions 100 to 119 should not be counted"),
     ],

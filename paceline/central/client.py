@@ -1,0 +1,619 @@
+"""A replica's side of the servers: takes work, pulls parameters, leaves gradients.
+
+For each server there is a *side*: the connection, and the memory in which that server's share is seen. On the same host
+that is the server's own memory: gradients are written where the server adds them up, and in a sync run the model's
+parameters simply *are* the server's. Elsewhere it is memory of this process, filled and emptied over TCP.
+
+Most parameters lie in one piece on one server, and the model points there. One that is cut between servers has memory
+of its own, into which every pull copies its pieces.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.central import protocol as p
+from paceline.central.connection import Connection
+from paceline.central.container import Coding
+from paceline.central.server import bytes_of, machine_identity, type_name
+from paceline.central.shards import Part, Shards, describe, plain_options
+from paceline.exchange.frames import Channel
+from paceline.exchange.secure import Keys
+from paceline.exchange.wire import Feedback, wire
+from paceline.memory import Arena, Layout
+from paceline.memory.server_arena import ServerArena
+from paceline.owners.gradients import Destination, GradientCollector, Whole
+from paceline.owners.models import grouped_parameters, own_state
+
+# How parameters travel when gradients are coded so: coarser than 16 bits would be a different model.
+PARAMETER_WIRE = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "int8": "fp16"}
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Where the servers of a container are, and how to be let in."""
+
+    addresses: Sequence[str]
+    container: str
+    token: str = ""
+    keys: Keys | None = None
+
+
+@dataclass
+class _Side:
+    """One server, as this replica sees it."""
+
+    connection: Connection
+    layout: Layout
+    opened: p.Opened | None = None
+    arena: ServerArena | None = None  # the server's own memory, if it can be shared
+    parameters: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    gradients: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    feedback: dict[int, Feedback] = field(default_factory=dict)  # by chunk, of a lossy wire
+
+
+class Client:
+    """One replica of one container."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        servers: Servers,
+        settings: p.Settings,
+        *,
+        replica: int,
+        incarnation: int,
+        wire_name: str = "fp32",
+        share_memory: bool = True,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.replica, self.incarnation = replica, incarnation
+        self.container = servers.container
+        self._settings = settings
+        self._servers = servers
+        self._wire = wire_name
+        self._share_memory = share_memory
+        named = grouped_parameters(model, optimizer)
+        self.spec = describe(named, optimizer, len(servers.addresses))
+        self.shards = Shards(self.spec)
+        self._parameters = {name: parameter for name, parameter, group in named if group is not None}
+        self._frozen = [(name, parameter) for name, parameter, group in named if group is None]
+        self._buffers = list(own_state(model).named_buffers())
+        self._checks = [zlib.crc32(bytes_of(self._parameters[name])) for name in self.shards.names]
+        self._sides = [self._side(number) for number in range(len(servers.addresses))]
+        for number, side in enumerate(self._sides):
+            side.connection.introduce = self._introducer(number)
+        self.chief = replica == 0
+        self.step = 0  # closed so far, as far as this replica knows
+        self.pulled = -1  # the version of the parameters it has
+        self._live: bool | None = None  # whether the model points at the servers' own memory
+        self._cut: list[tuple[torch.Tensor, list[Part]]] = []  # parameters in several places, and where those are
+        self._open()
+        self.collector = GradientCollector(
+            [self._parameters[name] for name in self.shards.names],
+            [self._destination(name) for name in self.shards.names],
+        )
+
+    # ── opening ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def _side(self, number: int) -> _Side:
+        connection = Connection(
+            self._servers.addresses[number],
+            token=self._servers.token,
+            keys=self._servers.keys,
+            who=f"replica {self.replica}",
+            name=f"server {number}",
+            timeout_s=self._settings.timeout_s,
+        )
+        return _Side(connection, self.shards.layouts[number])
+
+    def _introducer(self, number: int) -> Callable[[], None]:
+        side = self._sides[number]
+        request = p.Open(
+            container=self.container,
+            spec=self.spec,
+            settings=self._settings,
+            addresses=list(self._servers.addresses),
+            server=number,
+            replica=self.replica,
+            incarnation=self.incarnation,
+            machine=machine_identity() if self._share_memory else "apart",
+            checks=self._checks if number == 0 else [],
+        )
+
+        def introduce() -> None:
+            again = side.opened is not None
+            side.opened = side.connection.call(request, p.Opened)
+            if again:
+                self._moved(side)
+
+        return introduce
+
+    def _open(self) -> None:
+        for side in self._sides:
+            side.connection.call(p.Containers(), p.Listed)  # connects, and is introduced
+            assert side.opened is not None
+            if side.opened.arena is not None:
+                side.arena = ServerArena(Arena.attach(*side.opened.arena), side.layout, self._settings.replicas)
+                side.gradients = side.arena.gradients[self.replica]
+            else:
+                side.parameters = torch.zeros(side.layout.bytes, dtype=torch.uint8)
+                side.gradients = torch.zeros(side.layout.bytes, dtype=torch.uint8)
+                coding = wire(self._wire)
+                if coding.lossy:
+                    side.feedback = {
+                        number: Feedback(chunk.bytes // 4, coding)
+                        for number, chunk in enumerate(side.layout.chunks)
+                        if chunk.dtype == torch.float32
+                    }
+        if not all(side.opened is not None and side.opened.filled for side in self._sides):
+            self.once("fill", self._fill)
+        first = self._sides[0].opened
+        assert first is not None
+        self.step = first.step
+
+    def _moved(self, side: _Side) -> None:
+        """The server was started again: its memory is another one."""
+        assert side.opened is not None
+        if side.arena is None or side.opened.arena is None:
+            return
+        mine = side.gradients.clone()
+        side.arena.arena.close()
+        side.arena = ServerArena(Arena.attach(*side.opened.arena), side.layout, self._settings.replicas)
+        side.gradients = side.arena.gradients[self.replica]
+        side.gradients.copy_(mine)
+        self.collector.redirect([self._destination(name) for name in self.shards.names])
+        self._live = None
+
+    def _fill(self) -> None:
+        """Give the servers this replica's values: it has come first."""
+        buffers = [(name, type_name(tensor), tuple(tensor.shape)) for name, tensor in self._buffers]
+        frozen = [(name, type_name(tensor), tuple(tensor.shape)) for name, tensor in self._frozen]
+        for number, side in enumerate(self._sides):
+            flat = torch.zeros(side.layout.bytes, dtype=torch.uint8)
+            for name in self.shards.names:
+                values = self._parameters[name].detach().reshape(-1)
+                for part in self.shards.parts[name]:
+                    if part.server == number:
+                        _slot(flat, side.layout, part.slot).copy_(values[part.start : part.stop])
+            extras = [*self._buffers, *self._frozen] if number == 0 else []
+            body = [bytes_of(flat), *(bytes_of(tensor) for _, tensor in extras)]
+            request = p.Fill(
+                container=self.container,
+                buffers=buffers if number == 0 else [],
+                frozen=frozen if number == 0 else [],
+            )
+            side.connection.call(request, p.Done, body=lambda body=body: body)  # type: ignore[misc]
+        self._fill_state()
+
+    def _fill_state(self) -> None:
+        """What the user's optimizer holds from the start, as Adagrad does."""
+        states = {
+            name: dict(self.optimizer.state[parameter])
+            for name, parameter in self._parameters.items()
+            if self.optimizer.state.get(parameter)
+        }
+        if states:
+            self.restore({name: parameter.detach() for name, parameter in self._parameters.items()}, states, 0, b"")
+
+    # ── where the model points ───────────────────────────────────────────────────────────────────────────
+
+    def _destination(self, name: str) -> Destination:
+        parameter = self._parameters[name]
+        parts = self.shards.parts[name]
+        run = self._run(parts)
+        if run is not None:
+            side = self._sides[parts[0].server]
+            return Whole(_elements(side.gradients, side.layout, parts, parameter))
+        return _Pieces(
+            [
+                (_slot(self._sides[part.server].gradients, self._sides[part.server].layout, part.slot), part)
+                for part in parts
+            ]
+        )
+
+    def _run(self, parts: Sequence[Part]) -> int | None:
+        """The one server on which all parts lie one after another; None if there is none."""
+        server = parts[0].server
+        slots = self.shards.layouts[server].slots
+        for before, after in itertools.pairwise(parts):
+            if (
+                after.server != server
+                or slots[after.slot].offset != slots[before.slot].offset + slots[before.slot].bytes
+            ):
+                return None
+        return server
+
+    def _point(self, *, live: bool) -> None:
+        """Have the model use the servers' own memory (live), or this replica's copy."""
+        if self._live is live:
+            return
+        self._live = live
+        self._cut = []
+        for name, parameter in self._parameters.items():
+            parts = self.shards.parts[name]
+            server = self._run(parts)
+            if server is None:
+                if parameter.data_ptr() == 0 or not any(own is parameter.data for own, _ in self._cut):
+                    parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype)
+                self._cut.append((parameter.data.view(-1), list(parts)))
+            else:
+                side = self._sides[server]
+                parameter.data = _elements(self._seen(side, live=live), side.layout, parts, parameter)
+
+    def _seen(self, side: _Side, *, live: bool) -> torch.Tensor:
+        if side.arena is None:
+            return side.parameters
+        return side.arena.parameters if live else side.arena.pulled[self.replica]
+
+    # ── pulling and pushing ──────────────────────────────────────────────────────────────────────────────
+
+    def pull(self, *, sync: bool) -> None:
+        """Have the parameters as they are now. In a sync run nobody writes them while somebody computes."""
+        versions = []
+        for side in self._sides:
+            if side.arena is None:
+                versions.append(self._pull_over_tcp(side))
+            elif sync:
+                versions.append(side.arena.version)
+            else:
+                versions.append(side.arena.copy_parameters(side.arena.pulled[self.replica]))
+        live = sync and all(side.arena is not None for side in self._sides)
+        self._point(live=live)
+        for own, parts in self._cut:
+            for part in parts:
+                side = self._sides[part.server]
+                own[part.start : part.stop] = _slot(self._seen(side, live=live), side.layout, part.slot)
+        self.pulled = min(versions)
+
+    def _pull_over_tcp(self, side: _Side) -> int:
+        coding = Coding(side.layout, PARAMETER_WIRE[self._wire])
+        room = torch.empty(0 if coding.exact else coding.most, dtype=torch.uint8)
+
+        def read(channel: Channel[p.Reply], _: int) -> None:
+            for chunk in reversed(side.layout.chunks):
+                if coding.exact or chunk.dtype != torch.float32:
+                    channel.read_body(bytes_of(side.parameters[chunk.start : chunk.stop]))
+                else:
+                    coded = room[: coding.bytes_of(chunk)]
+                    channel.read_body(bytes_of(coded))
+                    coding.decode(coded, side.parameters, chunk)
+
+        request = p.Pull(
+            container=self.container, replica=self.replica, at_least=self.step, wire=PARAMETER_WIRE[self._wire]
+        )
+        return int(side.connection.call(request, p.Pulled, read=read).step)
+
+    def push(self, ticket: int, used: Sequence[bool]) -> None:
+        """Leave the gradient that the collector has gathered with all servers."""
+        untouched: list[list[int]] = [[] for _ in self._sides]
+        for name, was_used in zip(self.shards.names, used, strict=True):
+            if not was_used:
+                for part in self.shards.parts[name]:
+                    untouched[part.server].append(part.slot)
+        jobs = [
+            lambda side=side, slots=slots: self._push_to(side, ticket, slots)
+            for side, slots in zip(self._sides, untouched, strict=True)
+        ]
+        _together(jobs)
+
+    def _push_to(self, side: _Side, ticket: int, untouched: list[int]) -> None:
+        request = p.Push(
+            container=self.container,
+            replica=self.replica,
+            incarnation=self.incarnation,
+            ticket=ticket,
+            wire=self._wire,
+            untouched=untouched,
+            shared=side.arena is not None,
+        )
+        if side.arena is None:
+            coding = Coding(side.layout, self._wire)
+            side.connection.call(request, p.Done, body=lambda: self._coded(side, coding), body_bytes=coding.bytes)
+        elif self._settings.durability != "none":
+            side.connection.call(request, p.Done)
+        else:
+            touched = side.arena.touched[self.replica]
+            touched.fill_(1)
+            if untouched:
+                touched[untouched] = 0
+
+    def _coded(self, side: _Side, coding: Coding) -> Iterator[memoryview]:
+        room = torch.empty(0 if coding.exact else coding.most, dtype=torch.uint8)
+        for number, chunk in enumerate(side.layout.chunks):
+            feedback = side.feedback.get(number)
+            if feedback is not None:
+                coded = room[: coding.bytes_of(chunk)]
+                feedback.encode(side.gradients[chunk.start : chunk.stop].view(torch.float32), coded)
+            else:
+                coded = coding.encode(side.gradients, chunk, room)
+            yield bytes_of(coded)
+
+    def settle_feedback(self, *, accepted: bool) -> None:
+        """What a lossy wire has lost is owed from now on, if the gradient was used."""
+        for side in self._sides:
+            for feedback in side.feedback.values():
+                feedback.commit() if accepted else feedback.rollback()
+
+    # ── the chief ────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _to_chief(self) -> Connection:
+        return self._sides[0].connection
+
+    def ask(self, *, chapter: int, length: int, batch_size: int, left_out: int, stop_epoch: int) -> p.Ticket | p.Ended:
+        request = p.Ask(
+            container=self.container,
+            replica=self.replica,
+            incarnation=self.incarnation,
+            chapter=chapter,
+            length=length,
+            batch_size=batch_size,
+            left_out=left_out,
+            stop_epoch=stop_epoch,
+        )
+        answer: p.Ticket | p.Ended = self._to_chief.wait(request, (p.Ticket, p.Ended), read=self._take_buffers)
+        self.step = max(self.step, answer.step)
+        return answer
+
+    def _take_buffers(self, channel: Channel[p.Reply], length: int) -> None:
+        if length:
+            for _, buffer in self._buffers:
+                received = torch.empty_like(buffer, memory_format=torch.contiguous_format)
+                channel.read_body(bytes_of(received))
+                buffer.copy_(received)
+
+    def report(self, ticket: int, loss: float) -> p.Settled | p.Ticket:
+        request = p.Report(
+            container=self.container,
+            replica=self.replica,
+            incarnation=self.incarnation,
+            ticket=ticket,
+            pulled=self.pulled,
+            loss=loss,
+            options=[plain_options(group) for group in self.optimizer.param_groups],
+        )
+        buffers = [bytes_of(buffer) for _, buffer in self._buffers]
+        answer: p.Settled | p.Ticket = self._to_chief.wait(request, (p.Settled, p.Ticket), body=lambda: buffers)
+        if isinstance(answer, p.Settled):
+            self.step, self.chief = answer.step, answer.chief
+            self.settle_feedback(accepted=answer.accepted is not None)
+        return answer
+
+    def task(self, name: str, length: int, work: Callable[[range], list[float]]) -> list[float]:
+        """Do parts of a task until it is done, by whomever; its result."""
+        mine = {"container": self.container, "replica": self.replica, "incarnation": self.incarnation, "name": name}
+        while True:
+            answer = self._to_chief.wait(p.Task(**mine, length=length), (p.Part, p.Result))  # type: ignore[arg-type]
+            if isinstance(answer, p.Result):
+                self.chief = answer.chief
+                return list(answer.values)
+            values = work(range(answer.start, answer.stop))
+            self._to_chief.call(p.TaskDone(**mine, part=answer.part, values=values), p.Done)  # type: ignore[arg-type]
+
+    def once(self, name: str, act: Callable[[], None]) -> None:
+        """One replica acts, whichever comes first; the others wait for it."""
+
+        def work(_: range) -> list[float]:
+            act()
+            return []
+
+        self.task(name, 1, work)
+
+    def set_rule(self, rule: Any) -> None:
+        self._to_chief.call(p.SetRule(container=self.container, rule=rule), p.Done)
+
+    def request_stop(self) -> None:
+        self._to_chief.call(p.Stop(container=self.container), p.Done)
+
+    def notes(self) -> bytes:
+        """The chief's books."""
+        body = bytearray()
+
+        def read(channel: Channel[p.Reply], length: int) -> None:
+            body.extend(channel.read_whole_body(length))
+
+        self._to_chief.call(p.Notes(container=self.container), p.Tensors, read=read)
+        return bytes(body)
+
+    # ── everything, as whole tensors ─────────────────────────────────────────────────────────────────────
+
+    def freeze(self) -> int:
+        """Have all servers keep a copy of everything after one and the same step; its number."""
+        return int(self._to_chief.call(p.Freeze(container=self.container), p.Copied).number)
+
+    def thaw(self, copy: int) -> None:
+        for side in self._sides:
+            side.connection.call(p.Thaw(container=self.container, number=copy), p.Done)
+
+    def read_parameters(self, copy: int) -> dict[str, torch.Tensor]:
+        """Whole tensors by name, of a frozen copy."""
+        return self._read_whole(p.Frozen(container=self.container, number=copy, what="parameters"))[0]
+
+    def read_gradients(self) -> dict[str, torch.Tensor]:
+        """The summed gradients of the last step, of those parameters that have one (while recording)."""
+        gradients, replies = self._read_whole(p.Frozen(container=self.container, number=0, what="sums"))
+        touched = [{int(slot) for slot, _, _ in reply.entries} for reply in replies]
+        return {
+            name: gradient
+            for name, gradient in gradients.items()
+            if any(part.slot in touched[part.server] for part in self.shards.parts[name])
+        }
+
+    def _read_whole(self, request: p.Frozen) -> tuple[dict[str, torch.Tensor], list[p.Tensors]]:
+        flats, replies = [], []
+        for side in self._sides:
+            flat = torch.empty(side.layout.bytes, dtype=torch.uint8)
+            replies.append(side.connection.call(request, p.Tensors, read=_into(flat)))
+            flats.append(flat)
+        found = {}
+        for name, parameter in self._parameters.items():
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype)
+            for part in self.shards.parts[name]:
+                values = _slot(flats[part.server], self._sides[part.server].layout, part.slot)
+                whole.view(-1)[part.start : part.stop] = values
+            found[name] = whole
+        return found, replies
+
+    def read_state(self, copy: int) -> dict[str, dict[str, Any]]:
+        """The optimizer's state by parameter name, of a frozen copy."""
+        by_slot = [self._read_state_of(side, copy) for side in self._sides]
+        found: dict[str, dict[str, Any]] = {}
+        for name, parameter in self._parameters.items():
+            for part in self.shards.parts[name]:
+                for key, value in by_slot[part.server].get(part.slot, {}).items():
+                    state = found.setdefault(name, {})
+                    if self.shards.whole or not isinstance(value, torch.Tensor) or value.dim() == 0:
+                        state[key] = value  # one for the whole tensor
+                    else:
+                        whole = state.setdefault(key, torch.empty(parameter.shape, dtype=value.dtype))
+                        whole.view(-1)[part.start : part.stop] = value
+        return found
+
+    def _read_state_of(self, side: _Side, copy: int) -> dict[int, dict[str, Any]]:
+        states: dict[int, dict[str, Any]] = {}
+        received: list[torch.Tensor] = []
+        request = p.Frozen(container=self.container, number=copy, what="state")
+        body = bytearray()
+        reply = side.connection.call(
+            request, p.Tensors, read=lambda channel, length: body.extend(channel.read_whole_body(length))
+        )
+        offset = 0
+        for flat_name, dtype, shape in reply.entries:
+            slot, _, key = flat_name.partition("/")
+            kind: torch.dtype = getattr(torch, dtype)
+            size = kind.itemsize * torch.Size(shape).numel()
+            raw = bytearray(body[offset : offset + size])
+            tensor = torch.frombuffer(raw, dtype=kind).view(shape) if size else torch.empty(shape, dtype=kind)
+            received.append(tensor)
+            states.setdefault(int(slot), {})[key] = tensor
+            offset += size
+        for flat_name, number in reply.numbers:
+            slot, _, key = flat_name.partition("/")
+            states.setdefault(int(slot), {})[key] = number
+        return states
+
+    def restore(
+        self, parameters: dict[str, torch.Tensor], states: dict[str, dict[str, Any]], step: int, chief: bytes
+    ) -> None:
+        """Give all servers these values, and the chief its books."""
+        for number, side in enumerate(self._sides):
+            flat = torch.zeros(side.layout.bytes, dtype=torch.uint8)
+            entries: list[tuple[int, str, str, tuple[int, ...]]] = []
+            numbers: list[tuple[int, str, float]] = []
+            born: list[int] = []
+            body = [bytes_of(flat)]
+            for name, parameter in self._parameters.items():
+                for part in (part for part in self.shards.parts[name] if part.server == number):
+                    values = parameters[name].detach().reshape(-1)[part.start : part.stop]
+                    _slot(flat, side.layout, part.slot).copy_(values)
+                    for key, value in states.get(name, {}).items():
+                        if not isinstance(value, torch.Tensor):
+                            numbers.append((part.slot, key, float(value)))
+                            continue
+                        own = value.detach()
+                        if (own.shape == parameter.shape and own.numel() > 1) or own.numel() == parameter.numel() > 1:
+                            own = own.reshape(-1)[part.start : part.stop]
+                        own = own.contiguous()
+                        entries.append((part.slot, key, type_name(own), tuple(own.shape)))
+                        body.append(bytes_of(own))
+                    if states.get(name):
+                        born.append(part.slot)
+            request = p.Restore(
+                container=self.container,
+                step=step,
+                entries=entries,
+                numbers=numbers,
+                born=born,
+                chief=chief if number == 0 else b"",
+            )
+            side.connection.call(request, p.Done, body=lambda body=body: body)  # type: ignore[misc]
+        self.step = step
+
+    def leave(self) -> None:
+        request = p.Leave(container=self.container, replica=self.replica, incarnation=self.incarnation)
+        self._to_chief.call(request, p.Done, timeout_s=5.0)
+
+    def close(self) -> None:
+        self.collector.close()
+        for side in self._sides:
+            side.connection.close()
+            if side.arena is not None:
+                side.arena.arena.close()
+
+
+class _Pieces:
+    """Several places for the parts of one gradient."""
+
+    def __init__(self, pieces: Sequence[tuple[torch.Tensor, Part]]) -> None:
+        self._pieces = pieces
+
+    def put(self, gradient: torch.Tensor) -> None:
+        flat = _dense(gradient)
+        for view, part in self._pieces:
+            view.copy_(flat[part.start : part.stop])
+
+    def add(self, gradient: torch.Tensor) -> None:
+        flat = _dense(gradient)
+        for view, part in self._pieces:
+            view.add_(flat[part.start : part.stop])
+
+    def zero(self) -> None:
+        for view, _ in self._pieces:
+            view.zero_()
+
+
+def _into(flat: torch.Tensor) -> Callable[[Channel[p.Reply], int], None]:
+    def read(channel: Channel[p.Reply], _: int) -> None:
+        channel.read_body(bytes_of(flat))
+
+    return read
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return (gradient if gradient.layout is torch.strided else gradient.to_dense()).reshape(-1)
+
+
+def _slot(flat: torch.Tensor, layout: Layout, number: int) -> torch.Tensor:
+    slot = layout.slots[number]
+    return flat[slot.offset : slot.offset + slot.bytes].view(slot.dtype)
+
+
+def _elements(flat: torch.Tensor, layout: Layout, parts: Sequence[Part], like: torch.Tensor) -> torch.Tensor:
+    """All parts of a parameter, which lie one after another, as one tensor of its shape."""
+    start = layout.slots[parts[0].slot].offset
+    return flat[start : start + like.numel() * like.dtype.itemsize].view(like.dtype).view(like.shape)
+
+
+def _together(jobs: Sequence[Callable[[], None]]) -> None:
+    """All at the same time; the first failure is raised when all have ended."""
+    if len(jobs) == 1:
+        jobs[0]()
+        return
+    failures: list[BaseException] = []
+
+    def run(job: Callable[[], None]) -> None:
+        try:
+            job()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(job,), daemon=True) for job in jobs[1:]]
+    for thread in threads:
+        thread.start()
+    run(jobs[0])
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]

@@ -1,0 +1,125 @@
+"""A client's connection to one server: asks again when it breaks, until a deadline with a name.
+
+Every request is safe to repeat, so a cut of some seconds, or a server that is started again, is a pause and not an
+error: the connection is made anew, introduced again (`introduce`), and the request sent once more.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from paceline import __version__
+from paceline.central.protocol import Hello, Refused, Reply, Waiting
+from paceline.errors import PacelineError, Stalled
+from paceline.exchange.frames import Channel, ConnectionLost, tune
+from paceline.exchange.secure import Keys, wrap_client
+
+CONNECT_S = 5.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
+
+Kinds = type | tuple[type, ...]
+
+
+class Connection:
+    """To one server. For one thread at a time."""
+
+    def __init__(self, address: str, *, token: str, keys: Keys | None, who: str, name: str, timeout_s: float) -> None:
+        self.address = address
+        self.name = name
+        self._hello = Hello(version=__version__, token=token, who=who)
+        self._keys = keys
+        self._who = who
+        self._timeout_s = timeout_s
+        self._channel: Channel[Reply] | None = None
+        self.introduce: Callable[[], None] | None = None  # after every connect, before any other request
+
+    def call(
+        self,
+        request: object,
+        expected: Kinds,
+        *,
+        body: Callable[[], Iterable[memoryview]] | None = None,
+        body_bytes: int | None = None,
+        read: Callable[[Channel[Reply], int], None] | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """The reply to a request. `body` makes the request's body, again if need be; `read` takes the reply's."""
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        give_up = time.monotonic() + limit
+        pause, why = FIRST_PAUSE_S, "it does not answer"
+        while True:
+            try:
+                return self._once(request, expected, body, body_bytes, read, give_up)
+            except ConnectionLost as error:
+                self.disconnect()
+                why = str(error)
+            if time.monotonic() + pause >= give_up:
+                raise Stalled(f"{self._who} waited {limit:g} s for {self.name} at {self.address}: {why}")
+            time.sleep(pause)
+            pause = min(LONGEST_PAUSE_S, 2 * pause)
+
+    def wait(self, request: object, expected: Kinds, **how: Any) -> Any:
+        """The reply to a request whose answer may take others' time: asks again for as long as there is none yet."""
+        give_up = time.monotonic() + self._timeout_s
+        kinds = expected if isinstance(expected, tuple) else (expected,)
+        while True:
+            reply = self.call(request, (*kinds, Waiting), **how)
+            if not isinstance(reply, Waiting):
+                return reply
+            if time.monotonic() > give_up:
+                raise Stalled(f"{self._who} waited {self._timeout_s:g} s for {reply.why}")
+
+    def _once(
+        self,
+        request: object,
+        expected: Kinds,
+        body: Callable[[], Iterable[memoryview]] | None,
+        body_bytes: int | None,
+        read: Callable[[Channel[Reply], int], None] | None,
+        give_up: float,
+    ) -> Any:
+        if self._channel is None:
+            self._connect(give_up)
+        assert self._channel is not None
+        left_s = max(1.0, give_up - time.monotonic())
+        self._channel.send(request, body() if body is not None else (), body_bytes=body_bytes, timeout_s=left_s)  # type: ignore[arg-type]
+        reply, length = self._channel.receive(max(1.0, give_up - time.monotonic()))
+        if isinstance(reply, Refused):
+            self._channel.end_body()
+            raise PacelineError(reply.sentence)
+        if read is not None and not isinstance(reply, Waiting):
+            read(self._channel, length)
+        self._channel.end_body()
+        if not isinstance(reply, expected):
+            raise PacelineError(f"{self.name} answered {type(request).__name__} with {type(reply).__name__}")
+        return reply
+
+    def _connect(self, give_up: float) -> None:
+        host, _, port = self.address.rpartition(":")
+        try:
+            timeout_s = min(CONNECT_S, max(0.1, give_up - time.monotonic()))
+            raw = socket.create_connection((host, int(port)), timeout=timeout_s)
+        except (OSError, ValueError) as error:
+            raise ConnectionLost(f"it cannot be reached ({getattr(error, 'strerror', None) or error})") from error
+        tune(raw)
+        raw.settimeout(None)
+        connection = wrap_client(raw, self._keys) if self._keys is not None else raw
+        self._channel = Channel(connection, Reply)
+        self._channel.trusted = True
+        try:
+            self._once(self._hello, object, None, None, None, give_up)
+            if self.introduce is not None:
+                self.introduce()
+        except BaseException:
+            self.disconnect()
+            raise
+
+    def disconnect(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    close = disconnect

@@ -1,0 +1,241 @@
+"""The engine of a replica whose parameters live on servers.
+
+It does not divide batches with the other replicas: the chief hands it tickets, and decides which of them make a step.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.central.client import Client, Servers
+from paceline.central.protocol import Ended, Settings, Settled, Ticket
+from paceline.data.ledger import Ledger
+from paceline.errors import PacelineError
+from paceline.exchange.board import Board, HostWord, Phase, Word
+from paceline.exchange.secure import Keys, read_token
+from paceline.launch.place import Place
+from paceline.owners.build import announce
+from paceline.owners.engine import Closed, Computed, Share, StateByName
+from paceline.owners.models import own_state
+from paceline.rules import Rule
+from paceline.strategy import Centralized
+
+
+class CentralizedEngine:
+    """One replica among several, with servers that own the parameters."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, place: Place, clip_norm: float | None) -> None:
+        strategy = place.strategy
+        assert isinstance(strategy, Centralized)
+        assert place.servers is not None
+        self._model = model
+        self._row = place.replica
+        self._board = Board(place.board) if place.board is not None else None
+        if self._board is not None:
+            announce(self._board, self._row)
+            self._board.host_set(HostWord.FIRST_REPLICA, place.host * place.replicas)
+            number = self._board.next_arena(self._row)
+            incarnation = self._board.get(self._row, Word.INCARNATION)
+        else:
+            number, incarnation = 1, time.time_ns()
+        folder = place.servers.keys
+        self.client = Client(
+            model,
+            optimizer,
+            Servers(
+                place.servers.addresses,
+                # A second trainer of the same script is another training.
+                place.servers.container if number == 1 else f"{place.servers.container}-{number}",
+                read_token(Path(place.servers.token_folder)) if place.servers.token_folder is not None else "",
+                Keys.load(Path(folder)) if folder is not None else None,
+            ),
+            Settings(
+                replicas=strategy.replicas,
+                rule=strategy.rule,
+                warmup_steps=strategy.warmup_steps,
+                warmup_epochs=strategy.warmup_epochs,
+                clip_norm=clip_norm,
+                durability=strategy.durability,
+                recording=place.recording is not None,
+                timeout_s=strategy.timeout_s,
+            ),
+            replica=place.rank,
+            incarnation=incarnation,
+            wire_name=strategy.wire,
+            share_memory=strategy.exchange != "tcp",
+        )
+        if self._board is not None and not self._board.alive(self._row):
+            self._board.set(self._row, Word.ADMITTED, incarnation)  # one that was started again takes part at once
+        self.gradients_ready: Callable[[], None] | None = None
+        self._rule: Rule = strategy.rule
+        self._tasks = 0
+        self._sync = True
+        self._enter(Phase.BETWEEN)
+
+    # ── what can be asked ────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def chief(self) -> bool:
+        return self.client.chief
+
+    @property
+    def steps(self) -> int:
+        return self.client.step
+
+    @property
+    def rule(self) -> Rule:
+        return self._rule
+
+    @rule.setter
+    def rule(self, rule: Rule) -> None:
+        if rule != self._rule:
+            self._rule = rule
+            self.client.set_rule(rule)
+
+    def expect(self, steps: int) -> None:
+        if self._board is not None:
+            self._board.host_set(HostWord.TOTAL_STEPS, steps)
+
+    # ── work ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def ask(self, chapter: int, ledger: Ledger, stop_epoch: int) -> Ticket | Ended:
+        """The next samples to compute in this chapter."""
+        assert ledger.length is not None
+        if self._board is not None and self._board.host_get(HostWord.STOP_REQUESTED):
+            self.client.request_stop()
+        self._enter(Phase.AWAITING_WORK)
+        answer = self.client.ask(
+            chapter=chapter,
+            length=ledger.length,
+            batch_size=ledger.batch_size,
+            left_out=ledger.length % ledger.batch_size if ledger.drop_last else 0,
+            stop_epoch=stop_epoch,
+        )
+        self._enter(Phase.BETWEEN)
+        if isinstance(answer, Ended):
+            self.client.pull(sync=self._sync)
+        return answer
+
+    def one_pass(self, *, is_last: bool, among: Sequence[int]) -> AbstractContextManager[None]:
+        self.client.collector.last_pass(is_last)
+        return nullcontext()
+
+    def step(self, ticket: Ticket, compute: Callable[[Ticket], Computed]) -> Closed:
+        """Compute a ticket and hand it in; again and with more samples, if one of the others dies meanwhile."""
+        client, began = self.client, time.monotonic_ns()
+        self._sync = ticket.sync
+        while True:
+            self._set(Word.STEP, ticket.step)
+            self._enter(Phase.COMPUTING)
+            if client.pulled < ticket.step or not ticket.sync:
+                client.pull(sync=ticket.sync)
+            client.collector.begin()
+            computed = compute(ticket)
+            used = client.collector.finish()
+            computed_at = time.monotonic_ns()
+            self._enter(Phase.AWAITING_SERVERS)
+            client.push(ticket.ticket, used)
+            answer = client.report(ticket.ticket, computed.loss)
+            if isinstance(answer, Settled):
+                break
+            ticket = answer
+        if ticket.sync:
+            client.pull(sync=True)
+        if self.gradients_ready is not None and client.chief and answer.accepted is not None:
+            self.gradients_ready()
+        self._note(answer, began, computed_at)
+        return Closed(answer.loss, answer.samples, answer.replicas)
+
+    def _note(self, settled: Settled, began: int, computed_at: int) -> None:
+        board, row = self._board, self._row
+        if board is None:
+            return
+        now = time.monotonic_ns()
+        board.set(row, Word.COMPUTE_NS, computed_at - began)
+        board.set(row, Word.WAIT_NS, now - computed_at)
+        board.set(row, Word.UPDATE_NS, 0)
+        board.set_float(row, Word.MEAN_LOSS, settled.loss)
+        board.set(row, Word.STEP, settled.step)
+        board.set(row, Word.SAMPLES_SEEN, settled.seen)
+        board.enter(row, Phase.BETWEEN)
+
+    def _enter(self, phase: Phase) -> None:
+        if self._board is not None:
+            self._board.enter(self._row, phase)
+
+    def _set(self, word: Word, value: int) -> None:
+        if self._board is not None:
+            self._board.set(self._row, word, value)
+
+    # ── tasks ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def total(self, name: str, length: int, work: Callable[[range], torch.Tensor]) -> torch.Tensor:
+        """The sum over all samples of what `work` returns for some of them, whoever computes which."""
+        self.client.pull(sync=self._sync)
+        self._enter(Phase.EVALUATING)
+        values = self.client.task(name, length, lambda part: work(part).tolist())
+        self._enter(Phase.BETWEEN)
+        return torch.tensor(values, dtype=torch.float64)
+
+    def once(self, act: Callable[[], None]) -> None:
+        self._tasks += 1
+        self._enter(Phase.SAVING)
+        self.client.once(f"once {self._tasks}", act)
+        self._enter(Phase.BETWEEN)
+
+    # ── whole tensors ────────────────────────────────────────────────────────────────────────────────────
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        return self.client.read_gradients()
+
+    def optimizer_state(self) -> StateByName:
+        return self.snapshot()[1]
+
+    def snapshot(self) -> tuple[dict[str, torch.Tensor], StateByName, dict[str, Any]]:
+        """The model's state_dict, the optimizer's state and the chief's books, all after the same step."""
+        copy = self.client.freeze()
+        parameters, state, books = self.client.read_parameters(copy), self.client.read_state(copy), self.books()
+        self.client.thaw(copy)
+        model = {key: value.detach() for key, value in own_state(self._model).state_dict().items()}
+        names = {id(parameter): name for name, parameter in own_state(self._model).named_parameters()}
+        for key, value in own_state(self._model).state_dict(keep_vars=True).items():
+            if names.get(id(value)) in parameters:
+                model[key] = parameters[names[id(value)]]
+        return model, state, books
+
+    def take_state(self, model: dict[str, torch.Tensor], optimizer: StateByName, books: dict[str, Any]) -> None:
+        """Take over a checkpoint: one replica gives it to the servers."""
+        own = own_state(self._model)
+        trained = set(self.client.shards.names)
+        own.load_state_dict({key: value for key, value in model.items() if key not in trained}, strict=False)
+        missing = sorted(trained - set(model))
+        if missing:
+            raise PacelineError(f"the checkpoint has no {missing[0]!r}: it is of another model")
+
+        def give() -> None:
+            values = {name: model[name] for name in trained}
+            self.client.restore(values, optimizer, books["step"], json.dumps(books).encode())
+
+        self._tasks += 1
+        self.client.once(f"resume {self._tasks}", give)
+        self.client.step = books["step"]
+        self.client.pull(sync=True)
+
+    def books(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.client.notes())
+        return found
+
+    def share(self) -> Share:
+        return Share(0, 1)
+
+    def close(self) -> None:
+        self.client.close()

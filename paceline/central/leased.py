@@ -1,0 +1,293 @@
+"""The course of a run with servers: every replica takes the samples that the chief hands it.
+
+Replicas need not be at the same step, nor make the same number of them. What they do have in common, an epoch's end, an
+evaluation, a save, the chief's books tell them: a replica that is started again runs its script from the first line,
+and the books answer for everything that lies behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from paceline import checkpoint, training_state
+from paceline.central.engine import CentralizedEngine
+from paceline.central.protocol import Ended, Ticket
+from paceline.data import Ahead, Feed, Ledger
+from paceline.data.book import cut
+from paceline.errors import DataError, PacelineError
+from paceline.itinerary import Itinerary
+from paceline.launch.place import Place
+from paceline.lockstep import INTERRUPTED, step_scheduler
+from paceline.owners.engine import Computed
+from paceline.passes import Measure, MicroBatches, Passes, mixed
+from paceline.rules import Rule
+from paceline.verify.recorder import Recorder
+
+
+@dataclasses.dataclass
+class _Held:
+    """A ticket whose batch the user has been given."""
+
+    ticket: Ticket
+    ledger: Ledger
+    ahead: Ahead
+    micro_batches: list[Any]
+    given: Any
+
+
+class Leased:
+    """How one replica goes through the data that a chief hands out."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scheduler: LRScheduler | None,
+        clip_norm: float | None,
+        passes: Passes,
+        place: Place,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._passes = passes
+        self._place = place
+        self._engine = CentralizedEngine(model, optimizer, place, clip_norm)
+        recording = place.recording
+        self._recorder = Recorder(recording, self._engine, model) if recording is not None else None
+        self._itinerary = Itinerary()
+        self._scheduled = 0  # how many steps the scheduler has been told
+        self._held: _Held | None = None
+        self._evaluations: dict[tuple[int, int], int] = {}
+
+    # ── what can be asked ────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """As the chief's books have it."""
+        ledger = self._itinerary.ledger
+        if ledger is not None:
+            books = self._engine.books()
+            chapter = books["chapters"].get(str(self._itinerary.chapter))
+            if chapter is not None:
+                ledger.settle(books["step"], chapter["counted"])
+        return ledger
+
+    @property
+    def steps(self) -> int:
+        return self._engine.steps
+
+    @property
+    def chief(self) -> bool:
+        return self._engine.chief
+
+    @property
+    def rule(self) -> Rule:
+        return self._engine.rule
+
+    @rule.setter
+    def rule(self, rule: Rule) -> None:
+        self._engine.rule = rule
+
+    # ── training ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def batches(self, feed: Feed, asked: Ledger, epochs: int, prefetch: int) -> Iterator[Any]:
+        if feed.length is None:
+            raise DataError("dataset", "a stream", "with servers give one that has a length")
+        turned = self._itinerary.turn_to(asked, epochs)
+        assert turned is not None
+        ledger, stop_epoch = turned
+        self._engine.expect(_steps_for(ledger, stop_epoch))
+        ahead = Ahead(feed, ledger, depth=prefetch)
+        try:
+            while isinstance(answer := self._engine.ask(self._itinerary.chapter, ledger, stop_epoch), Ticket):
+                self._catch_up(answer.step)
+                ahead.want([self._request(answer), *self._guess(answer, ledger)])
+                micro_batches = ahead.take(*self._request(answer))
+                one = len(micro_batches) == 1 and self._passes.accumulate == 1
+                given = micro_batches[0] if one else MicroBatches(micro_batches)
+                self._held = _Held(answer, ledger, ahead, micro_batches, given)
+                yield given
+                if self._held is not None:
+                    raise PacelineError(
+                        "a batch was drawn and never trained on: give every batch to trainer.step, or end the loop"
+                    )
+            self._ended(answer)
+        finally:
+            ahead.close()
+
+    def _ended(self, ended: Ended) -> None:
+        self._catch_up(ended.step)
+        if ended.stop:
+            if self._place.save_on_stop:
+                self.save(self._place.save_on_stop)
+            raise SystemExit(INTERRUPTED)
+
+    def _request(self, ticket: Ticket) -> tuple[int, tuple[range, ...]]:
+        runs = [range(start, stop) for start, stop in ticket.runs]
+        return ticket.epoch, tuple(run for piece in cut(runs, self._passes.accumulate) for run in piece)
+
+    def _guess(self, ticket: Ticket, ledger: Ledger) -> list[tuple[int, tuple[range, ...]]]:
+        """What the next ticket most likely is: in a sync run the same part of the next batch."""
+        if not ticket.exact or len(ticket.runs) != 1 or ledger.length is None:
+            return []
+        start, stop = (edge + ledger.batch_size for edge in ticket.runs[0])
+        if stop > ledger.length:
+            return []
+        return [self._request(_with_runs(ticket, [(start, stop)]))]
+
+    def _catch_up(self, steps: int) -> None:
+        """Step the scheduler as often as the servers have made a step."""
+        while self._scheduled < steps:
+            step_scheduler(self._optimizer, self._scheduler)
+            self._scheduled += 1
+
+    def step(self, batch: Any) -> float:
+        held = self._held
+        if held is None:
+            raise PacelineError("trainer.step was given a batch that trainer.batches did not yield just now")
+        changed = batch is not held.given
+        if changed:
+            held.micro_batches = list(batch) if isinstance(held.given, MicroBatches) else [batch]
+
+        def compute(ticket: Ticket) -> Computed:
+            if ticket != held.ticket:
+                if changed:
+                    raise PacelineError(
+                        "a replica died and its samples cannot be computed, because the batch given to trainer.step "
+                        "is not the one that trainer.batches yielded: transform it in the dataset or in the loss"
+                    )
+                held.ticket, held.micro_batches = ticket, held.ahead.take(*self._request(ticket))
+            return self._compute(held)
+
+        closed = self._engine.step(held.ticket, compute)
+        self._held = None
+        self._catch_up(self._engine.steps)
+        if self._recorder is not None:
+            self._recorder.step_closed(closed.loss)
+        return closed.loss
+
+    def _compute(self, held: _Held) -> Computed:
+        _epoch, runs = self._request(held.ticket)
+        sizes = [len(run) for run in runs]
+        loss = self._passes.run(
+            self._model,
+            held.micro_batches,
+            sizes,
+            whole=sum(sizes),
+            number=held.ticket.step,
+            seed=mixed(held.ledger.seed, held.ticket.step, held.ticket.part),
+            around=lambda _, is_last: self._engine.one_pass(is_last=is_last, among=[0]),
+        )
+        return Computed(loss, sum(sizes))
+
+    # ── evaluation ───────────────────────────────────────────────────────────────────────────────────────
+
+    def evaluate(self, measure: Measure, length: int) -> Any:
+        name = self._itinerary.next_evaluation_of_script()
+        return measure.mean(self._engine.total(f"evaluation {name}", length, measure.over))
+
+    # ── saving and resuming ──────────────────────────────────────────────────────────────────────────────
+
+    def save(self, path: str | os.PathLike[str], keep: int = 2) -> None:
+        def write() -> None:
+            model, optimizer, books = self._engine.snapshot()
+            tensors, numbers = training_state.flatten(optimizer)
+            tensors |= training_state.random_tensors()
+            notes = {
+                **self._notes(books),
+                **training_state.schedule_and_options(self._optimizer, self._scheduler),
+                "configuration": {"replicas": self._place.world, "accumulate": self._passes.accumulate},
+                "numbers": numbers,
+                "random": training_state.random_notes(),
+            }
+            checkpoint.write(path, model, tensors, notes, keep=keep)
+
+        self._engine.once(write)
+
+    def _notes(self, books: dict[str, Any]) -> dict[str, Any]:
+        """The chief's books, as a checkpoint of any strategy has them."""
+        ledger = self._itinerary.ledger
+        chapter = books["chapters"].get(str(self._itinerary.chapter))
+        if ledger is not None and chapter is not None:
+            ledger.settle(books["step"], chapter["counted"])
+        return {
+            "step": books["step"],
+            "steps_before": books["step"] - (ledger.step if ledger is not None else 0),
+            "chapter": max(self._itinerary.chapter, 0),
+            "ledger": ledger.state() if ledger is not None else None,
+            "results": [],
+        }
+
+    def resume(self, path: str | os.PathLike[str], fall_back: bool) -> bool:
+        if self._itinerary.ledger is not None:
+            raise PacelineError(f"trainer.resume({os.fspath(path)!r}) comes too late: call it before trainer.batches")
+        if not Path(path).exists():
+            return False
+        saved = checkpoint.read(path, fall_back=fall_back)
+        states = training_state.unflatten(saved.training, saved.notes.get("numbers", {}))
+        self._engine.take_state(saved.model, states, _books(saved.notes))
+        training_state.restore_options(self._optimizer, saved.notes["options"])
+        training_state.restore_schedule(self._scheduler, saved.notes["scheduler"])
+        self._scheduled = saved.notes["step"]
+        return True
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def _with_runs(ticket: Ticket, runs: list[tuple[int, int]]) -> Ticket:
+    return Ticket(
+        ticket=ticket.ticket,
+        step=ticket.step,
+        epoch=ticket.epoch,
+        runs=runs,
+        part=ticket.part,
+        exact=ticket.exact,
+        sync=ticket.sync,
+    )
+
+
+def _books(notes: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint's notes as the chief keeps them."""
+    chapters = {}
+    ledger = notes["ledger"]
+    if ledger is not None:
+        left_out = ledger["length"] % ledger["batch_size"] if ledger["drop_last"] else 0
+        chapters[str(notes["chapter"])] = {
+            "batch_size": ledger["batch_size"],
+            "length": ledger["length"],
+            "used": ledger["length"] - left_out,
+            "began": ledger["epoch"],
+            "counted": [row for row in ledger["committed"] if row[1] < ledger["length"] - left_out],
+        }
+    return {
+        "step": notes["step"],
+        "next_ticket": 1,
+        "first_chapter": notes["chapter"],
+        "chapters": chapters,
+        "results": {f"evaluation {list(name)}": _as_list(value) for *name, value in notes["results"]},
+        "staleness": {},
+        "late": 0,
+        "dropped": 0,
+        "last": [0.0, 0],
+        "outcomes": [],
+    }
+
+
+def _as_list(value: Any) -> list[float]:
+    return list(value.values()) if isinstance(value, dict) else [value]
+
+
+def _steps_for(ledger: Ledger, stop_epoch: int) -> int:
+    assert ledger.length is not None
+    whole, rest = divmod(ledger.length, ledger.batch_size)
+    return stop_epoch * (whole + (1 if rest and not ledger.drop_last else 0))

@@ -1,0 +1,189 @@
+"""What lies on which server: worked out alike by every replica and every server, from one description.
+
+A *spec* describes the parameters of a container, and the optimizer that updates them, as plain data: names, shapes,
+types, the optimizer's name and options. Nothing in it can be executed.
+
+The parameters are planned as one flat buffer (`memory/layout.py`) and cut into chunks of at most a megabyte, many more
+than there are servers. Neighbouring chunks go to one server, equally many bytes to each, so most tensors are whole on
+their server, and large ones are cut:
+
+    flat buffer   │ chunk 0 │ chunk 1 │ chunk 2 │ chunk 3 │ chunk 4 │ …
+                  └──── server 0 ─────┴──── server 1 ─────┴── …
+
+A server knows only *pieces*: runs of elements of one tensor (whole tensors, if the optimizer needs them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import msgspec
+import torch
+from torch.optim import Optimizer
+
+from paceline.errors import ModelError
+from paceline.memory.layout import Chunk, Layout, Piece, Slot, aligned, assign
+from paceline.owners.state import ELEMENTWISE, options_of
+
+MAP_VERSION = 1
+DTYPES: Mapping[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+}
+# What a server can be asked to run, by name. Names are all that travels.
+OPTIMIZERS: Mapping[str, type[Optimizer]] = {
+    kind.__name__: kind for kind in (*sorted(ELEMENTWISE, key=lambda kind: kind.__name__), torch.optim.Adafactor)
+}
+Option = float | int | bool | str | None | list[float | None]
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """One trained parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    group: int
+
+
+class OptimizerSpec(msgspec.Struct, frozen=True, array_like=True):
+    """An optimizer by name, and the options of its groups."""
+
+    name: str
+    groups: list[dict[str, Option]]
+
+
+class Spec(msgspec.Struct, frozen=True, array_like=True):
+    """What a container holds, and how it is spread: every server derives its share from this."""
+
+    tensors: list[TensorSpec]  # in the order of registration
+    optimizer: OptimizerSpec
+    servers: int
+    map_version: int = MAP_VERSION
+
+    def differs_from(self, other: Spec) -> str | None:
+        """The first thing in which two specs describe another model, in words."""
+        for mine, theirs in zip(self.tensors, other.tensors, strict=False):
+            if (mine.name, mine.shape, mine.dtype) != (theirs.name, theirs.shape, theirs.dtype):
+                return f"{mine.name} of shape {mine.shape} is {theirs.name} of shape {theirs.shape} there"
+        if len(self.tensors) != len(other.tensors):
+            return f"{len(self.tensors)} tensors are {len(other.tensors)} there"
+        if self.optimizer.name != other.optimizer.name:
+            return f"{self.optimizer.name} is {other.optimizer.name} there"
+        if self.servers != other.servers:
+            return f"{self.servers} servers are {other.servers} there"
+        return None
+
+
+def describe(named: Sequence[tuple[str, torch.Tensor, int | None]], optimizer: Optimizer, servers: int) -> Spec:
+    """The spec of a model's trained parameters."""
+    tensors = []
+    for name, tensor, group in named:
+        if group is None:
+            continue
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in DTYPES:
+            raise ModelError("model", name, f"it is of type {dtype}; servers hold {', '.join(DTYPES)}")
+        tensors.append(TensorSpec(name, tuple(tensor.shape), dtype, group))
+    return Spec(tensors, describe_optimizer(optimizer), servers)
+
+
+def describe_optimizer(optimizer: Optimizer) -> OptimizerSpec:
+    name = type(optimizer).__name__
+    if OPTIMIZERS.get(name) is not type(optimizer):
+        raise ModelError("optimizer", name, f"servers know {', '.join(OPTIMIZERS)}; use one of them, or no servers")
+    return OptimizerSpec(name, [plain_options(group) for group in optimizer.param_groups])
+
+
+def plain_options(group: Mapping[str, Any]) -> dict[str, Option]:
+    """A group's options as plain data, without those that only concern speed."""
+    found: dict[str, Option] = {}
+    for key, value in options_of(group).items():
+        if key in ("foreach", "fused", "capturable", "differentiable"):
+            continue
+        if isinstance(value, torch.Tensor):
+            value = float(value)
+        if isinstance(value, (list, tuple)):
+            value = [None if number is None else float(number) for number in value]
+        if value is not None and not isinstance(value, (bool, int, float, str, list)):
+            raise ModelError("optimizer", f"{key}={value!r}", "servers take numbers as options")
+        found[key] = value
+    return found
+
+
+def make_optimizer(spec: OptimizerSpec) -> Optimizer:
+    """The optimizer a spec names, with made-up parameters: its class and options are what matters."""
+    kind: Any = OPTIMIZERS.get(spec.name)
+    if kind is None:
+        raise ModelError("optimizer", spec.name, f"this server knows {', '.join(OPTIMIZERS)}")
+    known = set(kind([torch.zeros(1)]).defaults) | {"initial_lr"}
+    groups = []
+    for options in spec.groups:
+        if unknown := sorted(set(options) - known):
+            raise ModelError("optimizer", f"{spec.name}({unknown[0]}=…)", "it has no such option")
+        groups.append({"params": [torch.zeros(1)], **restored_options(options)})
+    try:
+        optimizer: Optimizer = kind(groups)
+    except (TypeError, ValueError) as error:
+        raise ModelError("optimizer", spec.name, f"its options are refused: {error}") from error
+    return optimizer
+
+
+def restored_options(options: Mapping[str, Option]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+
+
+# ── who has what ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements [start, stop) of a tensor, which are slot number `slot` of a server."""
+
+    server: int
+    slot: int
+    start: int
+    stop: int
+
+
+class Shards:
+    """A spec, worked out: every server's layout, and where the parts of each tensor are."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        whole = OPTIMIZERS.get(spec.optimizer.name) not in ELEMENTWISE
+        described = [
+            (tensor.name, torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device="meta"), tensor.group)
+            for tensor in spec.tensors
+        ]
+        self._flat = Layout.plan(described, owners=spec.servers, whole_tensors=whole)
+        self.whole = whole
+        self._placed = [[n for bucket in owned for n in bucket] for owned in assign(self._flat.chunks, spec.servers)]
+        self.names = [slot.name for slot in self._flat.slots]
+        self.parts: dict[str, list[Part]] = {name: [] for name in self.names}
+        self.layouts = [self._layout_of(server) for server in range(spec.servers)]
+
+    def _layout_of(self, server: int) -> Layout:
+        """The flat buffer of one server: its chunks one after another, its pieces as slots of their own."""
+        slots: list[Slot] = []
+        chunks: list[Chunk] = []
+        offset = 0
+        for number in self._placed[server]:
+            chunk = self._flat.chunks[number]
+            first = len(slots)
+            for piece in chunk.pieces:
+                of = self._flat.slots[piece.slot]
+                shape = of.shape if self.whole else (piece.elements,)
+                within = of.offset + piece.start * of.dtype.itemsize - chunk.start
+                self.parts[of.name].append(Part(server, len(slots), piece.start, piece.stop))
+                slots.append(Slot(f"{of.name}[{piece.start}:{piece.stop}]", shape, of.dtype, of.group, offset + within))
+            pieces = tuple(Piece(slot, 0, slots[slot].elements) for slot in range(first, len(slots)))
+            chunks.append(Chunk(offset, offset + chunk.bytes, chunk.dtype, pieces))
+            offset = aligned(offset + chunk.bytes)
+        return Layout(tuple(slots), tuple(chunks), offset, offset)
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {tensor.name: tensor.shape for tensor in self.spec.tensors}

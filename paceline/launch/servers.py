@@ -1,0 +1,123 @@
+"""The servers of a run on this host: processes that only own, started and watched by the supervisor.
+
+Each listens on a socket that the supervisor has opened before, and keeps open: replicas know the addresses from the
+start, and while a server is being started again, whoever calls it simply waits in the queue of that socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from paceline.errors import LaunchError
+from paceline.exchange.secure import write_token
+from paceline.launch.cores import allowed_cores
+from paceline.launch.place import ServersPlace
+from paceline.launch.replica import PARENT_VARIABLE, Guard
+
+SERVER_VARIABLE = "PACELINE_SERVER"
+
+
+class ServerSetting(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server process is told."""
+
+    number: int
+    descriptor: int  # of its listening socket
+    token_folder: str
+    folder: str | None = None  # where it keeps its log
+    keys: str | None = None
+
+
+class ServerProcess:
+    """A running server."""
+
+    def __init__(self, setting: ServerSetting, log: Path, servers: int, guard: Guard) -> None:
+        self.number = setting.number
+        threads = str(max(1, len(allowed_cores()) // servers))
+        environment = {
+            **os.environ,
+            SERVER_VARIABLE: msgspec.json.encode(setting).decode(),
+            PARENT_VARIABLE: str(os.getpid()),
+            "OMP_NUM_THREADS": threads,
+            # Threads of a server that has nothing to do must not keep the replicas from computing.
+            "OMP_WAIT_POLICY": "passive",
+        }
+        self._guard = guard
+        try:
+            with log.open("ab") as output:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "paceline.central.process"],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=environment,
+                    pass_fds=(setting.descriptor,),
+                    start_new_session=True,
+                )
+            guard.watch(self.pid)
+            self.pidfd = os.pidfd_open(self.pid)
+        except OSError as error:
+            raise LaunchError(f"server {self.number} could not be started: {error.strerror}") from error
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def reap(self) -> int:
+        code = self._process.wait()
+        self._guard.forget(self.pid)
+        os.close(self.pidfd)
+        return code
+
+
+class LocalServers:
+    """All servers of a run on this host."""
+
+    def __init__(self, count: int, folder: Path, guard: Guard, *, keep: bool) -> None:
+        """`keep`: each keeps a log in `folder`, to go on from after its death."""
+        self.count = count
+        self._folder = folder
+        self._guard = guard
+        self._keep = keep
+        self._listeners = [socket.create_server(("127.0.0.1", 0), backlog=1024) for _ in range(count)]
+        write_token(folder)
+        self.living: dict[int, ServerProcess] = {}
+
+    def place(self, container: str) -> ServersPlace:
+        addresses = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in self._listeners]
+        return ServersPlace(addresses=addresses, container=container, token_folder=str(self._folder))
+
+    def start(self, number: int) -> ServerProcess:
+        setting = ServerSetting(
+            number=number,
+            descriptor=self._listeners[number].fileno(),
+            token_folder=str(self._folder),
+            folder=str(self._folder / f"server-{number}") if self._keep else None,
+        )
+        log = self._folder / f"server-{number}.log"
+        self.living[number] = ServerProcess(setting, log, self.count, self._guard)
+        return self.living[number]
+
+    def last_words(self, number: int) -> str:
+        with contextlib.suppress(OSError):
+            return (self._folder / f"server-{number}.log").read_text(errors="replace")[-4096:]
+        return ""
+
+    def close(self) -> None:
+        for server in list(self.living.values()):
+            server.send(signal.SIGKILL)
+            server.reap()
+        self.living.clear()
+        for listener in self._listeners:
+            listener.close()

@@ -1,0 +1,109 @@
+"""The memory of one server: its parameters, and room for every replica's gradient of them.
+
+    words        version · for each chunk how often it has been written, odd while it is
+    parameters   one copy
+    gradients    one flat buffer a replica: where it leaves its gradient
+    pulled       one flat buffer a replica: the parameters as it last pulled them (async rules)
+    touched      (replica, slot) 1 if the replica's gradient for it is there
+
+Replicas of the same host map it and work in place; what others send over TCP is received into the same places. It is
+not reserved in advance: `pulled` takes no memory unless it is used.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+import torch
+
+from paceline.errors import ArenaError
+from paceline.machine import free_memory
+from paceline.memory.arena import Arena
+from paceline.memory.layout import Chunk, Layout
+
+_PAGE = 4096
+
+
+class ServerArena:
+    """Typed views of one server's memory."""
+
+    def __init__(self, arena: Arena, layout: Layout, replicas: int) -> None:
+        self.arena = arena
+        self.layout = layout
+        self.replicas = replicas
+        offsets, total = _regions(layout, replicas)
+        if arena.size != total:
+            raise ArenaError(f"the server's memory has {arena.size} bytes and this replica expects {total}")
+        size, byte = layout.bytes, torch.uint8
+        # Looked at one by one: as a memoryview, which takes a tenth of the time of a tensor's index.
+        self.words = arena.view(0, torch.int64, [1 + len(layout.chunks)]).numpy().data
+        self.parameters = arena.view(offsets["parameters"], byte, [size])
+        flat = partial(_rows, arena, size=size)
+        self.gradients = flat(offsets["gradients"], replicas)
+        self.pulled = flat(offsets["pulled"], replicas)
+        self.touched = arena.view(offsets["touched"], byte, [replicas, len(layout.slots)])
+
+    @classmethod
+    def create(cls, layout: Layout, replicas: int) -> ServerArena:
+        _, total = _regions(layout, replicas)
+        need, free = (1 + replicas) * layout.bytes, free_memory()
+        if need > free:
+            mib = [f"{size / 2**20:,.0f} MiB" for size in (layout.bytes, need, free)]
+            raise ArenaError(f"{mib[0]} of parameters with {replicas} replicas need {mib[1]} and {mib[2]} is free")
+        descriptor = os.memfd_create("paceline-server", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, total)
+        return cls(Arena.of(descriptor), layout, replicas)
+
+    @property
+    def version(self) -> int:
+        return self.words[0]
+
+    @version.setter
+    def version(self, value: int) -> None:
+        self.words[0] = value
+
+    def chunk_of(self, flat: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+        """The chunk's range of a flat buffer, in the chunk's type."""
+        return flat[chunk.start : chunk.stop].view(chunk.dtype)
+
+    def slot_of(self, flat: torch.Tensor, number: int) -> torch.Tensor:
+        """A slot of a flat buffer, as elements in a row."""
+        slot = self.layout.slots[number]
+        return flat[slot.offset : slot.offset + slot.bytes].view(slot.dtype)
+
+    # ── reading while the server writes ──────────────────────────────────────────────────────────────────
+
+    def copy_parameters(self, into: torch.Tensor) -> int:
+        """Copy what the server has, every chunk as it was at one moment; the version it had at the beginning."""
+        version = self.version
+        for number, chunk in enumerate(self.layout.chunks, 1):
+            while True:
+                before = self.words[number]
+                if before % 2 == 0:
+                    into[chunk.start : chunk.stop] = self.parameters[chunk.start : chunk.stop]
+                    if self.words[number] == before:
+                        break
+                os.sched_yield()
+        return version
+
+
+def _rows(arena: Arena, offset: int, count: int, *, size: int) -> list[torch.Tensor]:
+    step = -(-size // _PAGE) * _PAGE
+    return [arena.view(offset + row * step, torch.uint8, [size]) for row in range(count)]
+
+
+def _regions(layout: Layout, replicas: int) -> tuple[dict[str, int], int]:
+    pages = -(-layout.bytes // _PAGE) * _PAGE
+    lengths = {
+        "words": 8 * (1 + len(layout.chunks)),
+        "parameters": pages,
+        "gradients": replicas * pages,
+        "pulled": replicas * pages,
+        "touched": replicas * len(layout.slots),
+    }
+    offsets, offset = {}, 0
+    for name, length in lengths.items():
+        offsets[name] = offset
+        offset = -(-(offset + length) // _PAGE) * _PAGE
+    return offsets, max(offset, _PAGE)
