@@ -21,7 +21,7 @@ from benchmarks.measure import Result, Setting, Skipped
 from benchmarks.processes import Failed
 from paceline.errors import InvalidInput
 
-SUITE = ("mlp", "conv", "compute", "allreduce", "memory", "hosts", "start")
+SUITE = ("mlp", "conv", "compute", "allreduce", "memory", "hosts", "start", "servers")
 DOCS = Path(__file__).parent.parent / "docs"
 LEAST_ROUNDS = 3
 

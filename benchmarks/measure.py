@@ -128,3 +128,14 @@ def median_exchange_s(ranks: Sequence[Sequence[tuple[float, float]]], warm_up: i
     for pairs in list(zip(*ranks, strict=True))[warm_up:]:
         lasted.append(max(done for _, done in pairs) - max(ready for ready, _ in pairs))
     return statistics.median(lasted)
+
+
+def steps_per_second(replicas: Sequence[Sequence[float]], warm_up: int) -> float:
+    """When each step of each replica ended: the steps of all of them together in a second.
+
+    Counted from when the last replica has its warm-up behind it until the first one has no more steps to make, so that
+    all are at it all the time.
+    """
+    begin = max(marks[warm_up - 1] for marks in replicas)
+    end = min(marks[-1] for marks in replicas)
+    return sum(begin < mark <= end for marks in replicas for mark in marks) / (end - begin)

@@ -15,7 +15,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -59,11 +59,28 @@ def torchrun(script: str, arguments: Sequence[str], ranks: int) -> Process:
     return Process([_installed("torchrun"), *flags, str(SCRIPTS / script), *arguments], None, _threads(1))
 
 
+def command(*words: str) -> Process:
+    """Any other command of `paceline`, free to run on all cores."""
+    return Process([_installed("paceline"), *words])
+
+
+def knows(subcommand: str, flag: str) -> bool:
+    """Whether this `paceline` has that flag."""
+    asked = subprocess.run([_installed("paceline"), subcommand, "--help"], capture_output=True, text=True, check=False)
+    return flag in asked.stdout.split()
+
+
+def of_peer(python: Path, script: str, arguments: Sequence[str]) -> Process:
+    """A script in another environment, free to run on all cores as its own scheduler likes, a thread a process."""
+    return Process([str(python), str(SCRIPTS / script), *arguments], None, _threads(1))
+
+
 def ranks(
     script: str,
     arguments: Sequence[str],
     count: int,
     *,
+    servers: int = 0,
     hosts: int = 1,
     address: str = "127.0.0.1",
     on_host: Callable[[int, list[str]], list[str]] = lambda _, command: command,
@@ -71,17 +88,18 @@ def ranks(
 ) -> list[Process]:
     """Ranks of torch.distributed, started with the variables that torchrun would set, and pinned.
 
-    `on_host(host, command)` makes the command one that runs on that host.
+    `on_host(host, command)` makes the command one that runs on that host. `servers` more ranks follow, which run where
+    they like, as Paceline's servers do.
     """
     local_count = count // hosts
     port = str(free_port())
     processes = []
-    for rank in range(count):
+    for rank in range(count + servers):
         host, local = divmod(rank, local_count)
-        cores = share_of_cores(local, local_count, allowed_cores())
+        cores = share_of_cores(local, local_count, allowed_cores()) if rank < count else tuple(allowed_cores())
         variables = {
             "RANK": str(rank),
-            "WORLD_SIZE": str(count),
+            "WORLD_SIZE": str(count + servers),
             "LOCAL_RANK": str(local),
             "LOCAL_WORLD_SIZE": str(local_count),
             "MASTER_ADDR": address,
@@ -93,18 +111,25 @@ def ranks(
     return processes
 
 
-def run(processes: Sequence[Process], meanwhile: Callable[[list[int]], None] | None = None) -> None:
+def run(
+    processes: Sequence[Process],
+    meanwhile: Callable[[list[int]], None] | None = None,
+    *,
+    servers: Sequence[Process] = (),
+) -> None:
     """Run these together until all have ended. `meanwhile(pids)` is called again and again while they run.
 
-    When one of them fails the others are ended, and nothing that they started is left.
+    When one of them fails the others are ended, and nothing that they started is left. `servers` are started before
+    them and would run for ever: they are ended when all others have.
     """
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        outputs = [Path(folder) / str(number) for number in range(len(processes))]
+        everybody = [*servers, *processes]
+        outputs = [Path(folder) / str(number) for number in range(len(everybody))]
         started: list[subprocess.Popen[bytes]] = []
         try:
-            for process, output in zip(processes, outputs, strict=True):
+            for process, output in zip(everybody, outputs, strict=True):
                 started.append(_start(process, output, folder))
-            _wait(processes, started, outputs, meanwhile)
+            _wait(everybody, started, outputs, len(servers), meanwhile)
         finally:
             for child in started:
                 _end(child)
@@ -129,6 +154,7 @@ def _wait(
     processes: Sequence[Process],
     started: Sequence[subprocess.Popen[bytes]],
     outputs: Sequence[Path],
+    servers: int,
     meanwhile: Callable[[list[int]], None] | None,
 ) -> None:
     deadline = time.monotonic() + LONGEST_RUN_S
@@ -137,10 +163,10 @@ def _wait(
         for process, code, output in zip(processes, codes, outputs, strict=True):
             if code:
                 raise Failed(f"`{' '.join(process.command)}` ended with exit code {code}:\n{_last_words(output)}")
-        if None not in codes:
+        if None not in codes[servers:]:
             return
         if time.monotonic() > deadline:
-            raise Failed(f"`{' '.join(processes[0].command)}` did not end within {LONGEST_RUN_S:.0f} s")
+            raise Failed(f"`{' '.join(processes[servers].command)}` did not end within {LONGEST_RUN_S:.0f} s")
         if meanwhile is not None:
             meanwhile([child.pid for child in started])
         time.sleep(LOOK_EVERY_S)
@@ -159,9 +185,13 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
+    return free_ports(1)[0]
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [server.getsockname()[1] for server in servers]
 
 
 def _last_words(output: Path) -> str:

@@ -360,10 +360,8 @@ class Chief:
             return Wait("the servers to update")
         step = self._open
         if step is None:
-            earlier = [
-                self._places[m] for m in self.members if self._places.get(m, (math.inf,)) < (chapter, stop_epoch)
-            ]
-            if not all(map(self._finished, earlier)):
+            places = [self._places[member] for member in self.members if member in self._places]
+            if any(place[0] < chapter and not self._finished(place) for place in places):
                 return Wait("replicas that are in an earlier part of the script")
             step = self._open_step(rule, chapter, stop_epoch, now)
         if step is None:

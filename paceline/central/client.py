@@ -15,6 +15,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,8 +25,11 @@ from torch.optim import Optimizer
 from paceline.central import protocol as p
 from paceline.central.connection import Connection
 from paceline.central.container import Coding
+from paceline.central.embedding import Lookup, find_tables
 from paceline.central.server import bytes_of, machine_identity, type_name
 from paceline.central.shards import Part, Shards, describe, plain_options
+from paceline.central.tables import Dealt, Rows, TableSpec, table_view
+from paceline.errors import ModelError
 from paceline.exchange.frames import Channel
 from paceline.exchange.secure import Keys
 from paceline.exchange.wire import Feedback, wire
@@ -36,6 +40,9 @@ from paceline.owners.models import grouped_parameters, own_state
 
 # How parameters travel when gradients are coded so: coarser than 16 bits would be a different model.
 PARAMETER_WIRE = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "int8": "fp16"}
+
+
+ROWS_AT_ONCE = 1 << 18  # of a table, in one request
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,7 @@ class _Side:
     parameters: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     gradients: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     feedback: dict[int, Feedback] = field(default_factory=dict)  # by chunk, of a lossy wire
+    tables: list[torch.Tensor] = field(default_factory=list)  # its rows of each, if memory can be shared
 
 
 class Client:
@@ -84,8 +92,17 @@ class Client:
         self._servers = servers
         self._wire = wire_name
         self._share_memory = share_memory
-        named = grouped_parameters(model, optimizer)
-        self.spec = describe(named, optimizer, len(servers.addresses))
+        self.tables = find_tables(model)
+        listed = grouped_parameters(model, optimizer)
+        groups = {name: group for name, _, group in listed}
+        sparse = {lookup.name for lookup in self.tables}
+        named = [entry for entry in listed if entry[0] not in sparse]
+        self.spec = describe(
+            named,
+            optimizer,
+            len(servers.addresses),
+            [_table_spec(lookup, groups[lookup.name]) for lookup in self.tables],
+        )
         self.shards = Shards(self.spec)
         self._parameters = {name: parameter for name, parameter, group in named if group is not None}
         self._frozen = [(name, parameter) for name, parameter, group in named if group is None]
@@ -162,6 +179,34 @@ class Client:
         first = self._sides[0].opened
         assert first is not None
         self.step = first.step
+        self._attach_tables()
+        for lookup in self.tables:
+            lookup.connect(self._fetch)
+
+    def _attach_tables(self) -> None:
+        for number, side in enumerate(self._sides):
+            assert side.opened is not None
+            side.tables = [
+                table_view(Arena.attach(*held), _rows_on(lookup, number, len(self._sides)), lookup.width)
+                for lookup, held in zip(self.tables, side.opened.tables, strict=False)
+            ]
+
+    def _pull_rows(self, side: _Side, table: int, ids: torch.Tensor, received: torch.Tensor) -> None:
+        request = p.PullRows(container=self.container, table=table)
+        side.connection.call(request, p.Tensors, body=lambda: [bytes_of(ids)], read=_into(received))
+
+    def _fetch(self, table: int, rows: torch.Tensor) -> torch.Tensor:
+        """The values of some rows: from the servers' memory, or over TCP."""
+        dealt = Dealt.out(rows, len(self._sides))
+        values = torch.empty(len(rows), self.tables[table].width)
+        for side, ids, places in zip(self._sides, dealt.ids, dealt.places, strict=True):
+            if side.tables:
+                values[places] = side.tables[table][ids]
+            elif len(ids):
+                received = torch.empty(len(ids), self.tables[table].width)
+                self._pull_rows(side, table, ids, received)
+                values[places] = received
+        return values
 
     def _moved(self, side: _Side) -> None:
         """The server was started again: its memory is another one."""
@@ -196,6 +241,38 @@ class Client:
             )
             side.connection.call(request, p.Done, body=lambda body=body: body)  # type: ignore[misc]
         self._fill_state()
+        for lookup in self.tables:
+            if not lookup.module.weight.is_meta:
+                self.put_table(lookup.number, "", lookup.module.weight.detach())
+
+    def put_table(self, table: int, key: str, values: torch.Tensor, steps: int | None = None) -> None:
+        """Give the servers a value for every row: of the weight (no key), or of the optimizer's state."""
+        for number, side in enumerate(self._sides):
+            own = values[number :: len(self._sides)]
+            for start in range(0, len(own), ROWS_AT_ONCE):
+                part = own[start : start + ROWS_AT_ONCE].contiguous()
+                request = p.PutRows(
+                    container=self.container, table=table, start=start, rows=len(part), key=key, steps=steps
+                )
+                side.connection.call(request, p.Done, body=lambda part=part: [bytes_of(part)])  # type: ignore[misc]
+
+    def read_table(self, copy: int, table: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        """A whole table and its optimizer state, of a frozen copy."""
+        lookup = self.tables[table]
+        found: dict[str, Any] = {}
+        for number, side in enumerate(self._sides):
+            request = p.Frozen(container=self.container, number=copy, what=f"table {table}")
+            for key, value in self._read_entries(side, request).items():
+                if isinstance(value, torch.Tensor):
+                    whole = found.setdefault(key, torch.empty(lookup.rows, lookup.width))
+                    whole[number :: len(self._sides)] = value
+                else:
+                    found[key] = value
+        weight = found.pop("")
+        steps = found.pop("steps", 0.0)
+        if found or steps:
+            found["step"] = torch.tensor(float(steps))
+        return weight, found
 
     def _fill_state(self) -> None:
         """What the user's optimizer holds from the start, as Adagrad does."""
@@ -302,13 +379,24 @@ class Client:
             if not was_used:
                 for part in self.shards.parts[name]:
                     untouched[part.server].append(part.slot)
+        rows = self._take_rows()
         jobs = [
-            lambda side=side, slots=slots: self._push_to(side, ticket, slots)
-            for side, slots in zip(self._sides, untouched, strict=True)
+            lambda side=side, slots=slots, own=own: self._push_to(side, ticket, slots, own)
+            for side, slots, own in zip(self._sides, untouched, rows, strict=True)
         ]
         _together(jobs)
 
-    def _push_to(self, side: _Side, ticket: int, untouched: list[int]) -> None:
+    def _take_rows(self) -> list[list[Rows]]:
+        """The gradients of this step's rows, by server and table."""
+        found: list[list[Rows]] = [[] for _ in self._sides]
+        for lookup in self.tables:
+            rows = lookup.take_gradient()
+            dealt = Dealt.out(rows.ids, len(self._sides))
+            for own, ids, places in zip(found, dealt.ids, dealt.places, strict=True):
+                own.append(Rows(ids, rows.values[places]))
+        return found
+
+    def _push_to(self, side: _Side, ticket: int, untouched: list[int], rows: list[Rows]) -> None:
         request = p.Push(
             container=self.container,
             replica=self.replica,
@@ -317,12 +405,20 @@ class Client:
             wire=self._wire,
             untouched=untouched,
             shared=side.arena is not None,
+            rows=[len(given.ids) for given in rows],
         )
+        tail = [view for given in rows for view in (bytes_of(given.ids), bytes_of(given.values))]
+        tail_bytes = sum(view.nbytes for view in tail)
         if side.arena is None:
             coding = Coding(side.layout, self._wire)
-            side.connection.call(request, p.Done, body=lambda: self._coded(side, coding), body_bytes=coding.bytes)
-        elif self._settings.durability != "none":
-            side.connection.call(request, p.Done)
+            side.connection.call(
+                request,
+                p.Done,
+                body=lambda: chain(self._coded(side, coding), tail),
+                body_bytes=coding.bytes + tail_bytes,
+            )
+        elif self._settings.durability != "none" or rows:
+            side.connection.call(request, p.Done, body=lambda: tail)
         else:
             touched = side.arena.touched[self.replica]
             touched.fill_(1)
@@ -483,26 +579,28 @@ class Client:
 
     def _read_state_of(self, side: _Side, copy: int) -> dict[int, dict[str, Any]]:
         states: dict[int, dict[str, Any]] = {}
-        received: list[torch.Tensor] = []
         request = p.Frozen(container=self.container, number=copy, what="state")
+        for flat_name, value in self._read_entries(side, request).items():
+            slot, _, key = flat_name.partition("/")
+            states.setdefault(int(slot), {})[key] = value
+        return states
+
+    @staticmethod
+    def _read_entries(side: _Side, request: p.Frozen) -> dict[str, Any]:
+        """Named tensors and numbers of a copy."""
         body = bytearray()
-        reply = side.connection.call(
+        reply: p.Tensors = side.connection.call(
             request, p.Tensors, read=lambda channel, length: body.extend(channel.read_whole_body(length))
         )
+        found: dict[str, Any] = {}
         offset = 0
-        for flat_name, dtype, shape in reply.entries:
-            slot, _, key = flat_name.partition("/")
+        for name, dtype, shape in reply.entries:
             kind: torch.dtype = getattr(torch, dtype)
             size = kind.itemsize * torch.Size(shape).numel()
-            raw = bytearray(body[offset : offset + size])
-            tensor = torch.frombuffer(raw, dtype=kind).view(shape) if size else torch.empty(shape, dtype=kind)
-            received.append(tensor)
-            states.setdefault(int(slot), {})[key] = tensor
+            raw = bytearray(memoryview(body)[offset : offset + size])
+            found[name] = torch.frombuffer(raw, dtype=kind).view(shape) if size else torch.empty(shape, dtype=kind)
             offset += size
-        for flat_name, number in reply.numbers:
-            slot, _, key = flat_name.partition("/")
-            states.setdefault(int(slot), {})[key] = number
-        return states
+        return {**found, **dict(reply.numbers)}
 
     def restore(
         self, parameters: dict[str, torch.Tensor], states: dict[str, dict[str, Any]], step: int, chief: bytes
@@ -545,8 +643,16 @@ class Client:
         request = p.Leave(container=self.container, replica=self.replica, incarnation=self.incarnation)
         self._to_chief.call(request, p.Done, timeout_s=5.0)
 
+    def begin(self) -> None:
+        """A step begins: whatever backward produces from now on belongs to it."""
+        self.collector.begin()
+        for lookup in self.tables:
+            lookup.forget()
+
     def close(self) -> None:
         self.collector.close()
+        for lookup in self.tables:
+            lookup.close()
         for side in self._sides:
             side.connection.close()
             if side.arena is not None:
@@ -579,6 +685,16 @@ def _into(flat: torch.Tensor) -> Callable[[Channel[p.Reply], int], None]:
         channel.read_body(bytes_of(flat))
 
     return read
+
+
+def _table_spec(lookup: Lookup, group: int | None) -> TableSpec:
+    if group is None:
+        raise ModelError("model", lookup.name, "the optimizer does not have it; give it all parameters of the model")
+    return TableSpec(lookup.name, lookup.rows, lookup.width, group, lookup.module.weight.is_meta)
+
+
+def _rows_on(lookup: Lookup, server: int, servers: int) -> int:
+    return len(range(server, lookup.rows, servers))
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch
 from paceline.central.chief import Accepted, Close
 from paceline.central.protocol import Settings
 from paceline.central.shards import Option, Shards, Spec, make_optimizer, restored_options
+from paceline.central.tables import Rows, Table, TableCopy
 from paceline.errors import PacelineError
 from paceline.exchange.wire import wire
 from paceline.memory.layout import Chunk, Layout
@@ -37,6 +38,7 @@ class Frozen:
     step: int
     parameters: torch.Tensor
     state: States
+    tables: list[TableCopy]
 
 
 class _Memory:
@@ -75,6 +77,8 @@ class Container:
         self._correction = torch.empty(largest, dtype=torch.uint8)
         self._sums = torch.zeros(self.layout.bytes if settings.recording else 0, dtype=torch.uint8)
         self._last_touched: list[int] = []
+        self.tables = [Table(table, spec.optimizer.name, server, spec.servers) for table in spec.tables]
+        self._rows: dict[int, list[Rows]] = {}  # by replica: its gradients for the tables
         self._staged: dict[int, int] = {}  # by replica: the ticket whose gradient is here
         self._frozen: dict[int, Frozen] = {}
 
@@ -97,6 +101,20 @@ class Container:
                 raise PacelineError(f"slot {slot} does not exist: this server has {len(self.layout.slots)}")
             touched[slot] = 0
         self._staged[replica] = ticket
+
+    def stage_rows(self, replica: int, rows: list[Rows]) -> None:
+        """The replica's gradients for every table."""
+        for table, given in zip(self.tables, rows, strict=True):
+            if given.ids.numel() and not (int(given.ids.min()) >= 0 and int(given.ids.max()) < table.rows):
+                raise PacelineError(f"a row of {table.spec.name} does not exist: this server has {table.rows}")
+        self._rows[replica] = rows
+
+    def _rows_of(self, close: Close, number: int) -> list[tuple[Rows, float]]:
+        return [
+            (self._rows[accepted.replica][number], accepted.weight)
+            for accepted in close.accepted
+            if accepted.replica in self._rows
+        ]
 
     def check_staged(self, close: Close) -> None:
         """Whether all gradients of a step are here; those in shared memory are not announced."""
@@ -122,6 +140,9 @@ class Container:
                         begin = (slot.offset - chunk.start) // slot.dtype.itemsize
                         part = gradient[begin : begin + piece.elements]
                         total += float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2
+            for number, table in enumerate(self.tables):
+                if given := self._rows_of(close, number):
+                    total += float(torch.linalg.vector_norm(table.summed(given).values, dtype=torch.float64)) ** 2
             return total
 
     def apply(self, close: Close, options: Sequence[Mapping[str, Option]], scale: float = 1.0) -> None:
@@ -144,6 +165,9 @@ class Container:
                 words[number + 1] += 1
                 self._optimizer.update(number, gradient, touched)
                 words[number + 1] += 1
+            for number, table in enumerate(self.tables):
+                if given := self._rows_of(close, number):
+                    table.update(given, self._users.param_groups[table.spec.group], scale)
             self.arena.version = close.step + 1
 
     def _take_options(self, options: Sequence[Mapping[str, Option]], factor: float) -> None:
@@ -197,7 +221,13 @@ class Container:
         with self.lock:
             while len(self._frozen) >= MOST_FROZEN:  # somebody has not said that it is done
                 del self._frozen[min(self._frozen)]
-            self._frozen[number] = Frozen(number, self.step, self.arena.parameters.clone(), self._state())
+            self._frozen[number] = Frozen(
+                number,
+                self.step,
+                self.arena.parameters.clone(),
+                self._state(),
+                [table.copy() for table in self.tables],
+            )
             return self._frozen[number]
 
     def frozen(self, number: int) -> Frozen:

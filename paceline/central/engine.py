@@ -138,7 +138,7 @@ class CentralizedEngine:
             self._enter(Phase.COMPUTING)
             if client.pulled < ticket.step or not ticket.sync:
                 client.pull(sync=ticket.sync)
-            client.collector.begin()
+            client.begin()
             computed = compute(ticket)
             used = client.collector.finish()
             computed_at = time.monotonic_ns()
@@ -204,6 +204,10 @@ class CentralizedEngine:
         """The model's state_dict, the optimizer's state and the chief's books, all after the same step."""
         copy = self.client.freeze()
         parameters, state, books = self.client.read_parameters(copy), self.client.read_state(copy), self.books()
+        for lookup in self.client.tables:
+            parameters[lookup.name], held = self.client.read_table(copy, lookup.number)
+            if held:
+                state[lookup.name] = held
         self.client.thaw(copy)
         model = {key: value.detach() for key, value in own_state(self._model).state_dict().items()}
         names = {id(parameter): name for name, parameter in own_state(self._model).named_parameters()}
@@ -216,19 +220,29 @@ class CentralizedEngine:
         """Take over a checkpoint: one replica gives it to the servers."""
         own = own_state(self._model)
         trained = set(self.client.shards.names)
-        own.load_state_dict({key: value for key, value in model.items() if key not in trained}, strict=False)
-        missing = sorted(trained - set(model))
+        tables = {lookup.name for lookup in self.client.tables}
+        own.load_state_dict({key: value for key, value in model.items() if key not in trained | tables}, strict=False)
+        missing = sorted((trained | tables) - set(model))
         if missing:
             raise PacelineError(f"the checkpoint has no {missing[0]!r}: it is of another model")
 
         def give() -> None:
             values = {name: model[name] for name in trained}
+            for lookup in self.client.tables:
+                self._give_table(lookup.number, model[lookup.name], optimizer.get(lookup.name, {}))
             self.client.restore(values, optimizer, books["step"], json.dumps(books).encode())
 
         self._tasks += 1
         self.client.once(f"resume {self._tasks}", give)
         self.client.step = books["step"]
         self.client.pull(sync=True)
+
+    def _give_table(self, table: int, weight: torch.Tensor, state: dict[str, Any]) -> None:
+        steps = int(state.get("step", 0))
+        self.client.put_table(table, "", weight, steps)
+        for key, value in state.items():
+            if key != "step":
+                self.client.put_table(table, key, value)
 
     def books(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self.client.notes())

@@ -76,6 +76,7 @@ class Push(Message, frozen=True, kw_only=True):
     wire: str
     untouched: list[int] = []  # slots of this server without a gradient
     shared: bool = False
+    rows: list[int] = []  # for each table how many rows: at the end of the body, their numbers and their gradients
 
 
 class Pull(Message, frozen=True, kw_only=True):
@@ -85,6 +86,24 @@ class Pull(Message, frozen=True, kw_only=True):
     replica: int
     at_least: int
     wire: str
+
+
+class PullRows(Message, frozen=True, kw_only=True):
+    """Rows of a table. Body: their numbers on this server. Reply's body: their values."""
+
+    container: str
+    table: int
+
+
+class PutRows(Message, frozen=True, kw_only=True):
+    """Values for a run of a table's rows: of the weight (no key), or of the optimizer's state. Body: the values."""
+
+    container: str
+    table: int
+    start: int
+    rows: int
+    key: str = ""
+    steps: int | None = None  # updates the table has seen
 
 
 class Ask(Message, frozen=True, kw_only=True):
@@ -226,6 +245,8 @@ Request = (
     | Fill
     | Push
     | Pull
+    | PullRows
+    | PutRows
     | Ask
     | Report
     | Task
@@ -265,6 +286,7 @@ class Opened(Message, frozen=True, kw_only=True):
     step: int
     filled: bool
     arena: tuple[int, int] | None  # process and descriptor, if memory can be shared
+    tables: list[tuple[int, int]] = []  # the same of every table
 
 
 class Pulled(Message, frozen=True, kw_only=True):

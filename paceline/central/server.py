@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -25,6 +26,7 @@ from paceline.central.connection import Connection
 from paceline.central.container import Coding, Container, States
 from paceline.central.shards import DTYPES
 from paceline.central.steps import Steps
+from paceline.central.tables import Rows
 from paceline.errors import PacelineError
 from paceline.exchange.frames import Channel, ConnectionLost, FrameError, tune
 from paceline.exchange.secure import Keys, same_token, wrap_server
@@ -36,6 +38,7 @@ SKIP_WITHIN_S = 60.0  # for the rest of a request that is refused
 MOST_STRANGERS = 256  # connections that have not shown the token yet
 
 Body = Iterable[memoryview]
+Thing = TypeVar("Thing")
 
 
 class Server:
@@ -278,6 +281,11 @@ class _Visitor:
                 return Answer(p.Done())
             case p.Pull():
                 return self._pull(request)
+            case p.PullRows():
+                return self._pull_rows(request)
+            case p.PutRows():
+                self._put_rows(request)
+                return Answer(p.Done())
             case p.Open():
                 return Answer(self._open(request))
             case p.Fill():
@@ -343,6 +351,7 @@ class _Visitor:
             step=container.step,
             filled=container.filled,
             arena=(os.getpid(), descriptor) if shared else None,
+            tables=[(os.getpid(), table.arena.descriptor) for table in container.tables] if shared else [],
         )
 
     def _fill(self, request: p.Fill) -> None:
@@ -386,7 +395,41 @@ class _Visitor:
                     coded = room[: coding.bytes_of(chunk)]
                     self._channel.read_body(bytes_of(coded))
                     coding.decode(coded, flat, chunk)
+        rows = self._read_rows(container, request.rows) if request.rows else []
         container.stage(request.replica, request.ticket, request.untouched)
+        if rows:
+            container.stage_rows(request.replica, rows)
+
+    def _read_rows(self, container: Container, counts: list[int]) -> list[Rows]:
+        if len(counts) != len(container.tables):
+            raise FrameError(f"rows of {len(counts)} tables do not fit {len(container.tables)}")
+        found = []
+        for table, count in zip(container.tables, counts, strict=True):
+            ids = self._read_tensor("int64", (count,))
+            found.append(Rows(ids, self._read_tensor("float32", (count, table.spec.width))))
+        return found
+
+    def _pull_rows(self, request: p.PullRows) -> Answer:
+        container = self._server.container(request.container)
+        table = _one_of(container.tables, request.table)
+        ids = self._read_tensor("int64", (self._length // 8,))
+        if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < table.rows):
+            raise PacelineError(f"a row of {table.spec.name} does not exist: this server has {table.rows}")
+        with container.lock:
+            values = table.weight[ids]
+        return Answer(p.Tensors(entries=[]), [bytes_of(values)])
+
+    def _put_rows(self, request: p.PutRows) -> None:
+        container = self._server.container(request.container)
+        table = _one_of(container.tables, request.table)
+        if not (request.start >= 0 and request.rows >= 0 and request.start + request.rows <= table.rows):
+            raise PacelineError(f"rows {request.start} to {request.start + request.rows} of {table.spec.name}: no such")
+        values = self._read_tensor("float32", (request.rows, table.spec.width))
+        with container.lock:
+            if request.rows:
+                table.put(request.key, request.start, values)
+            if request.steps is not None:
+                table.steps = request.steps
 
     def _pull(self, request: p.Pull) -> Answer:
         container = self._server.container(request.container)
@@ -412,6 +455,13 @@ class _Visitor:
             sums, touched = container.sums()
             return Answer(p.Tensors(entries=[(str(slot), "", ()) for slot in touched]), [bytes_of(sums)])
         frozen = container.frozen(request.number)
+        if request.what.startswith("table "):
+            number = request.what.removeprefix("table ")
+            copy = _one_of(frozen.tables, int(number) if number.isdigit() else -1)
+            held = {"": copy.weight, **copy.state}
+            entries = [(key, type_name(value), tuple(value.shape)) for key, value in held.items()]
+            numbers = [("steps", float(copy.steps))]
+            return Answer(p.Tensors(entries=entries, numbers=numbers), [bytes_of(value) for value in held.values()])
         if request.what == "parameters":
             return Answer(p.Tensors(entries=[]), [bytes_of(frozen.parameters)])
         entries, numbers, body = [], [], []
@@ -458,3 +508,9 @@ def machine_identity() -> str:
     """The same for two processes that can share memory: one kernel, and (emulated hosts differ in it) one network."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.readlink('/proc/self/ns/net')}"
+
+
+def _one_of(things: list[Thing], number: int) -> Thing:
+    if not 0 <= number < len(things):
+        raise PacelineError(f"table {number} does not exist: there are {len(things)}")
+    return things[number]

@@ -24,6 +24,7 @@ import msgspec
 import torch
 from torch.optim import Optimizer
 
+from paceline.central.tables import TableSpec
 from paceline.errors import ModelError
 from paceline.memory.layout import Chunk, Layout, Piece, Slot, aligned, assign
 from paceline.owners.state import ELEMENTWISE, options_of
@@ -62,22 +63,31 @@ class Spec(msgspec.Struct, frozen=True, array_like=True):
     optimizer: OptimizerSpec
     servers: int
     map_version: int = MAP_VERSION
+    tables: list[TableSpec] = []
 
     def differs_from(self, other: Spec) -> str | None:
         """The first thing in which two specs describe another model, in words."""
-        for mine, theirs in zip(self.tensors, other.tensors, strict=False):
-            if (mine.name, mine.shape, mine.dtype) != (theirs.name, theirs.shape, theirs.dtype):
-                return f"{mine.name} of shape {mine.shape} is {theirs.name} of shape {theirs.shape} there"
+        for own, its in zip(self.tensors, other.tensors, strict=False):
+            if (own.name, own.shape, own.dtype) != (its.name, its.shape, its.dtype):
+                return f"{own.name} of shape {own.shape} is {its.name} of shape {its.shape} there"
         if len(self.tensors) != len(other.tensors):
             return f"{len(self.tensors)} tensors are {len(other.tensors)} there"
         if self.optimizer.name != other.optimizer.name:
             return f"{self.optimizer.name} is {other.optimizer.name} there"
+        mine, theirs = ([(t.name, t.rows, t.width) for t in spec.tables] for spec in (self, other))
+        if mine != theirs:
+            return f"tables {mine} are {theirs} there"
         if self.servers != other.servers:
             return f"{self.servers} servers are {other.servers} there"
         return None
 
 
-def describe(named: Sequence[tuple[str, torch.Tensor, int | None]], optimizer: Optimizer, servers: int) -> Spec:
+def describe(
+    named: Sequence[tuple[str, torch.Tensor, int | None]],
+    optimizer: Optimizer,
+    servers: int,
+    tables: Sequence[TableSpec] = (),
+) -> Spec:
     """The spec of a model's trained parameters."""
     tensors = []
     for name, tensor, group in named:
@@ -87,7 +97,7 @@ def describe(named: Sequence[tuple[str, torch.Tensor, int | None]], optimizer: O
         if dtype not in DTYPES:
             raise ModelError("model", name, f"it is of type {dtype}; servers hold {', '.join(DTYPES)}")
         tensors.append(TensorSpec(name, tuple(tensor.shape), dtype, group))
-    return Spec(tensors, describe_optimizer(optimizer), servers)
+    return Spec(tensors, describe_optimizer(optimizer), servers, tables=list(tables))
 
 
 def describe_optimizer(optimizer: Optimizer) -> OptimizerSpec:
