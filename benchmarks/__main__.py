@@ -21,7 +21,21 @@ from benchmarks.measure import Result, Setting, Skipped
 from benchmarks.processes import Failed
 from paceline.errors import InvalidInput
 
-SUITE = ("mlp", "conv", "compute", "allreduce", "memory", "hosts", "start", "servers")
+SUITE = (
+    "mlp",
+    "conv",
+    "compute",
+    "allreduce",
+    "memory",
+    "hosts",
+    "start",
+    "servers",
+    "straggler",
+    "staleness",
+    "sparse",
+    "replicas",
+    "durability",
+)
 DOCS = Path(__file__).parent.parent / "docs"
 LEAST_ROUNDS = 3
 
@@ -136,15 +150,19 @@ def _write(results: dict[str, Result], folder: Path, console: Console) -> None:
     # These import torch and matplotlib, for which `--help` does not wait.
     from benchmarks import report
     from benchmarks.machine import this_machine
-    from benchmarks.plot import draw
+    from benchmarks.plot import draw, draw_curves
 
     machine = this_machine()
     before = report.read(folder) or report.Report(machine, {})
     now = before.with_new(results, machine, SUITE)
     claims = [claim for result in now.results.values() for claim in result.claims]
-    picture = folder / "benchmarks.png"
-    draw(claims, picture, str(machine))
-    for path in [*report.write(now, folder), picture]:
+    pictures = [folder / "benchmarks.png"]
+    draw(claims, pictures[0], str(machine))
+    for name, result in now.results.items():
+        if result.plot is not None:
+            pictures.append(folder / report.picture(name))
+            draw_curves(result.plot, pictures[-1], result.title)
+    for path in [*report.write(now, folder), *pictures]:
         console.print(f"wrote {path}", markup=False)
 
 

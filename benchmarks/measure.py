@@ -74,6 +74,22 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.median:.2f}× ({min(self.rounds):.2f} – {max(self.rounds):.2f})"
 
 
+class Curve(msgspec.Struct, frozen=True):
+    """A line of a plot."""
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+
+
+class Plot(msgspec.Struct, frozen=True, kw_only=True):
+    """How something changes with something else; what the axes are."""
+
+    x: str
+    y: str
+    curves: tuple[Curve, ...]
+    log: bool = False  # both axes
+
+
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """What one benchmark found."""
 
@@ -81,6 +97,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     series: tuple[Series, ...]
     claims: tuple[Claim, ...]
     notes: tuple[str, ...] = ()
+    plot: Plot | None = None
     measured: str = msgspec.field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M"))
 
 

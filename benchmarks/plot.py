@@ -1,4 +1,4 @@
-"""The ratios as a picture: a dot with its spread a line, and the bar it is held against."""
+"""Pictures: the ratios, a dot with its spread a line and the bar it is held against; and what a benchmark plots."""
 
 from __future__ import annotations
 
@@ -12,10 +12,19 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.lines import Line2D
 
-from benchmarks.measure import Claim
+from benchmarks.measure import Claim, Plot
 
 # By shape as well as by colour; both readable without telling red from green.
 _STYLES = {True: ("o", "#1f6fb4", "reached"), False: ("X", "#d1651a", "not reached"), None: ("o", "#8a8a8a", "no bar")}
+
+# The palette of Okabe and Ito, and a mark each.
+_LINES = tuple(
+    zip(
+        ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8a8a8a"),
+        "osD^vPX*",
+        strict=True,
+    )
+)
 
 
 def draw(claims: Sequence[Claim], path: Path, machine: str) -> None:
@@ -45,5 +54,27 @@ def draw(claims: Sequence[Claim], path: Path, machine: str) -> None:
     handles.append(Line2D([], [], marker="|", markersize=11, color="black", linestyle="", label="bar"))
     figure.legend(handles=handles, fontsize=8, loc="outside lower right", ncols=len(handles))
     axes.set_title(machine, fontsize=8, loc="left")
+    figure.savefig(path, dpi=150, metadata={"Software": None})
+    plt.close(figure)
+
+
+def draw_curves(plot: Plot, path: Path, title: str) -> None:
+    """Write the picture of a benchmark's own plot."""
+    figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
+    for number, curve in enumerate(plot.curves):
+        colour, marker = _LINES[number % len(_LINES)]
+        x, y = zip(*curve.points, strict=True)
+        axes.plot(x, y, color=colour, marker=marker, markersize=4, linewidth=1.4, label=curve.name)
+    if plot.log:
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        ticks = sorted({x for curve in plot.curves for x, _ in curve.points})
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
+    axes.set_xlabel(plot.x)
+    axes.set_ylabel(plot.y)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    axes.set_title(title, fontsize=9, loc="left")
     figure.savefig(path, dpi=150, metadata={"Software": None})
     plt.close(figure)

@@ -89,8 +89,15 @@ def _lines(report: Report) -> Iterator[str]:
         )
         yield from _table(("", "median", "lowest – highest", "unit"), rows)
         yield from _table(("ratio", "bar", "measured", ""), (_claim_row(claim) for claim in result.claims))
+        if result.plot is not None:
+            yield from (f"![{result.plot.y}, by {result.plot.x}]({picture(name)})", "")
         for note in result.notes:
             yield from (note, "")
+
+
+def picture(name: str) -> str:
+    """The file with that benchmark's plot."""
+    return f"benchmarks-{name}.png"
 
 
 def _claim_row(claim: Claim) -> tuple[str, str, str, str]:

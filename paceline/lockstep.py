@@ -205,6 +205,9 @@ class Lockstep:
 
     # ── evaluation ───────────────────────────────────────────────────────────────────────────────────────
 
+    def rest(self) -> None:
+        """It works only while it is called."""
+
     def evaluate(self, measure: Measure, length: int) -> Any:
         self._join_if_restarted()
         evaluation = self._itinerary.next_evaluation()
@@ -230,7 +233,7 @@ class Lockstep:
             tensors, numbers = training_state.flatten(self._engine.optimizer_state())
             tensors |= training_state.random_tensors()
             notes = {**self._notes(), "numbers": numbers, "random": training_state.random_notes()}
-            checkpoint.write(path, training_state.model_tensors(self._model), tensors, notes, keep=keep)
+            checkpoint.write(path, self._engine.model_state(), tensors, notes, keep=keep)
 
         self._engine.once(write)
 

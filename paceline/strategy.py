@@ -32,6 +32,7 @@ class Mirrored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     wire: str = "fp32"  # how gradients look on a link between hosts
     batchnorm: str = "exact"  # statistics over the whole batch, or (local) over each replica's part
     exchange: str = "auto"  # shared memory inside a host; collective: torch.distributed between all
+    servers: int = 0  # that hold the sparse embeddings, if any do
     timeout_s: float = 600.0  # the longest any one wait may take
 
     def __post_init__(self) -> None:
@@ -73,6 +74,8 @@ class Centralized(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         one_of("wire", self.wire, WIRES)
         one_of("exchange", self.exchange, SERVER_EXCHANGES)
         one_of("durability", self.durability, DURABILITIES)
+        if self.durability == "replica":
+            raise StrategyError("durability", "replica", "servers do not keep copies of one another yet; give log")
         if self.warmup_steps < 0 or self.warmup_epochs < 0:
             raise StrategyError("warmup", min(self.warmup_steps, self.warmup_epochs), "give a number from 0 up")
         if not self.timeout_s > 0:

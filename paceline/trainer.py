@@ -4,7 +4,8 @@
         trainer.step(batch)
 
 What goes on behind it is the *course* of the run: `Lockstep` where all replicas take the same steps (one process,
-mirrored), `Leased` where servers own the parameters and their chief hands out the samples.
+mirrored), `Leased` where servers own the parameters and their chief hands out the samples, `InGraph` where one process
+is all the replicas of such a run.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from paceline.launch.place import Place, find_place
 from paceline.lockstep import Lockstep
 from paceline.passes import Loss, Measure, Metric, Passes
 from paceline.rules import Rule
-from paceline.strategy import Strategy
+from paceline.strategy import Centralized, Strategy
 
 
 class Course(Protocol):
@@ -42,6 +43,9 @@ class Course(Protocol):
     def batches(self, feed: Feed, asked: Ledger, epochs: int, prefetch: int) -> Iterator[Any]: ...
 
     def step(self, batch: Any) -> float: ...
+
+    def rest(self) -> None:
+        """Return when nothing is computed in the background."""
 
     def evaluate(self, measure: Measure, length: int) -> Any: ...
 
@@ -110,7 +114,7 @@ class Trainer:
     @property
     def replicas(self) -> int:
         """How many replicas the run was started with."""
-        return self._place.world
+        return self._place.strategy.replicas
 
     @property
     def chief(self) -> bool:
@@ -175,6 +179,7 @@ class Trainer:
             raise DataError("dataset", type(dataset).__name__, "evaluate on one that has a length")
         ledger = Ledger(feed.length, batch_size, shuffle=False)
         load = lambda part: feed.load(ledger, 0, part)  # noqa: E731
+        self._course.rest()
         was_training = self.model.training
         self.model.eval()
         try:
@@ -214,21 +219,24 @@ def _open_course(
     passes: Passes,
     place: Place,
 ) -> Course:
-    if place.servers is None:
+    if not isinstance(place.strategy, Centralized):
         return Lockstep(model, optimizer, scheduler, clip_norm, passes, place)
+    from paceline.central.in_graph import InGraph
     from paceline.central.leased import Leased
 
-    return Leased(model, optimizer, scheduler, clip_norm, passes, place)
+    kind = InGraph if isinstance(place.strategy, Centralized) and place.strategy.in_graph else Leased
+    return kind(model, optimizer, scheduler, clip_norm, passes, place)
 
 
 def _settled(place: Place, strategy: Strategy | None) -> Place:
     """The place, with the script's own strategy if it names one: it must be what was started."""
     if strategy is None:
         return place
-    if strategy.replicas != place.world:
+    if strategy.replicas != place.strategy.replicas:
         raise StrategyError(
             "replicas",
             strategy.replicas,
-            f"this run has {place.world}; start it with `paceline run SCRIPT --replicas {strategy.replicas}`",
+            f"this run has {place.strategy.replicas}; start it with "
+            f"`paceline run SCRIPT --replicas {strategy.replicas}`",
         )
     return place

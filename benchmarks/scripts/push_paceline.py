@@ -20,7 +20,7 @@ class Given(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.gradient, None
+        return ctx.gradient.detach(), None  # another tensor of the same memory: autograd takes it and copies nothing
 
 
 class Flat(nn.Module):

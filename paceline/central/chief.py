@@ -107,6 +107,7 @@ class _Ticket:
     replica: int
     chapter: int
     handed_at: float
+    sync: bool  # the rule under which it was handed out
     pushed: bool = False
     pulled: int = 0
     loss: float = 0.0
@@ -481,7 +482,7 @@ class Chief:
     ) -> _Ticket:
         work = Work(self._next_ticket, self.step, epoch, runs, part, exact)
         self._next_ticket += 1
-        ticket = _Ticket(work, replica, chapter, now)
+        ticket = _Ticket(work, replica, chapter, now, isinstance(self.rule, Sync))
         self._tickets[work.ticket] = ticket
         return ticket
 
@@ -551,7 +552,9 @@ class Chief:
                 self._settle(ticket, None)
                 self._return(ticket)
                 continue
-            return self._begin_closing([ticket], lr=rule.lr, compensation=rule.compensation, weigh=rule)
+            # One that was handed out under a sync rule was not computed on a copy which could be compared.
+            compensation = 0.0 if ticket.sync else rule.compensation
+            return self._begin_closing([ticket], lr=rule.lr, compensation=compensation, weigh=rule)
         return None
 
     def _staleness(self, ticket: _Ticket) -> int:
@@ -675,6 +678,14 @@ class Chief:
             task.out[part] = replica
             return part, task.parts[part]
         return Wait("replicas " + ", ".join(map(str, sorted(set(task.out.values())))))
+
+    def result(self, name: str) -> list[float] | None:
+        """What came of a task; None if it is not done."""
+        return self._results.get(name)
+
+    def remember(self, name: str, values: list[float]) -> None:
+        """A task that was done before this process began."""
+        self._results[name] = values
 
     def finish_task(self, replica: int, name: str, part: int, values: list[float]) -> None:
         task = self._tasks.get(name)

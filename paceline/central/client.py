@@ -11,7 +11,9 @@ of its own, into which every pull copies its pieces.
 from __future__ import annotations
 
 import itertools
+import json
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,14 +25,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.central import protocol as p
-from paceline.central.connection import Connection
+from paceline.central.chief import Close
+from paceline.central.connection import FIRST_CONTACT_S, Connection
 from paceline.central.container import Coding
 from paceline.central.embedding import Lookup, find_tables
 from paceline.central.server import bytes_of, machine_identity, type_name
 from paceline.central.shards import Part, Shards, describe, plain_options
 from paceline.central.tables import Dealt, Rows, TableSpec, table_view
-from paceline.errors import ModelError
-from paceline.exchange.frames import Channel
+from paceline.errors import ArenaError, ModelError, Stalled
+from paceline.exchange.frames import Channel, ConnectionLost
 from paceline.exchange.secure import Keys
 from paceline.exchange.wire import Feedback, wire
 from paceline.memory import Arena, Layout
@@ -42,6 +45,7 @@ from paceline.owners.models import grouped_parameters, own_state
 PARAMETER_WIRE = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "int8": "fp16"}
 
 
+PAUSE_S = 0.01  # between two looks at a server's memory
 ROWS_AT_ONCE = 1 << 18  # of a table, in one request
 
 
@@ -83,9 +87,11 @@ class Client:
         incarnation: int,
         wire_name: str = "fp32",
         share_memory: bool = True,
+        only_tables: bool = False,
     ) -> None:
+        """`only_tables`: everything but sparse embeddings stays with the replica."""
         self.model = model
-        self.optimizer = optimizer
+        self.optimizer = self.options_from = optimizer
         self.replica, self.incarnation = replica, incarnation
         self.container = servers.container
         self._settings = settings
@@ -96,7 +102,7 @@ class Client:
         listed = grouped_parameters(model, optimizer)
         groups = {name: group for name, _, group in listed}
         sparse = {lookup.name for lookup in self.tables}
-        named = [entry for entry in listed if entry[0] not in sparse]
+        named = [entry for entry in listed if entry[0] not in sparse and not only_tables]
         self.spec = describe(
             named,
             optimizer,
@@ -106,14 +112,17 @@ class Client:
         self.shards = Shards(self.spec)
         self._parameters = {name: parameter for name, parameter, group in named if group is not None}
         self._frozen = [(name, parameter) for name, parameter, group in named if group is None]
-        self._buffers = list(own_state(model).named_buffers())
+        self._buffers = [] if only_tables else list(own_state(model).named_buffers())
         self._checks = [zlib.crc32(bytes_of(self._parameters[name])) for name in self.shards.names]
         self._sides = [self._side(number) for number in range(len(servers.addresses))]
         for number, side in enumerate(self._sides):
             side.connection.introduce = self._introducer(number)
         self.chief = replica == 0
         self.step = 0  # closed so far, as far as this replica knows
-        self.pulled = -1  # the version of the parameters it has
+        self._pulled = -1  # the version of the parameters it has
+        self._elsewhere = False  # a server was started again, and has other memory than the model points at
+        self._moving = threading.Lock()
+        self._ready = False
         self._live: bool | None = None  # whether the model points at the servers' own memory
         self._cut: list[tuple[torch.Tensor, list[Part]]] = []  # parameters in several places, and where those are
         self._open()
@@ -121,6 +130,12 @@ class Client:
             [self._parameters[name] for name in self.shards.names],
             [self._destination(name) for name in self.shards.names],
         )
+        self._ready = True
+
+    @property
+    def pulled(self) -> int:
+        """The version of the parameters that the model points at; -1: it has to pull first."""
+        return -1 if self._elsewhere else self._pulled
 
     # ── opening ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -132,6 +147,7 @@ class Client:
             who=f"replica {self.replica}",
             name=f"server {number}",
             timeout_s=self._settings.timeout_s,
+            first_contact_s=FIRST_CONTACT_S,
         )
         return _Side(connection, self.shards.layouts[number])
 
@@ -153,7 +169,7 @@ class Client:
             again = side.opened is not None
             side.opened = side.connection.call(request, p.Opened)
             if again:
-                self._moved(side)
+                self._moved(side, number)
 
         return introduce
 
@@ -162,7 +178,7 @@ class Client:
             side.connection.call(p.Containers(), p.Listed)  # connects, and is introduced
             assert side.opened is not None
             if side.opened.arena is not None:
-                side.arena = ServerArena(Arena.attach(*side.opened.arena), side.layout, self._settings.replicas)
+                side.arena = self._attach(side)
                 side.gradients = side.arena.gradients[self.replica]
             else:
                 side.parameters = torch.zeros(side.layout.bytes, dtype=torch.uint8)
@@ -175,21 +191,38 @@ class Client:
                         if chunk.dtype == torch.float32
                     }
         if not all(side.opened is not None and side.opened.filled for side in self._sides):
-            self.once("fill", self._fill)
+            self.once(p.FILL, self._fill)
         first = self._sides[0].opened
         assert first is not None
         self.step = first.step
+        if first.reopened:
+            self._take_what_is_not_trained()
         self._attach_tables()
         for lookup in self.tables:
             lookup.connect(self._fetch)
 
+    def _attach(self, side: _Side) -> ServerArena:
+        while True:
+            opened = side.opened
+            assert opened is not None
+            assert opened.arena is not None
+            try:
+                return ServerArena(Arena.attach(*opened.arena), side.layout, self._settings.replicas)
+            except ArenaError:
+                side.connection.call(p.Containers(), p.Listed)
+                if side.opened is opened:
+                    raise  # it is there, and was when it said so
+
     def _attach_tables(self) -> None:
         for number, side in enumerate(self._sides):
-            assert side.opened is not None
-            side.tables = [
-                table_view(Arena.attach(*held), _rows_on(lookup, number, len(self._sides)), lookup.width)
-                for lookup, held in zip(self.tables, side.opened.tables, strict=False)
-            ]
+            self._attach_tables_of(side, number)
+
+    def _attach_tables_of(self, side: _Side, number: int) -> None:
+        assert side.opened is not None
+        side.tables = [
+            table_view(Arena.attach(*held), _rows_on(lookup, number, len(self._sides)), lookup.width)
+            for lookup, held in zip(self.tables, side.opened.tables, strict=False)
+        ]
 
     def _pull_rows(self, side: _Side, table: int, ids: torch.Tensor, received: torch.Tensor) -> None:
         request = p.PullRows(container=self.container, table=table)
@@ -197,29 +230,40 @@ class Client:
 
     def _fetch(self, table: int, rows: torch.Tensor) -> torch.Tensor:
         """The values of some rows: from the servers' memory, or over TCP."""
+        if len(self._sides) == 1 and self._sides[0].tables:
+            return self._sides[0].tables[table].index_select(0, rows)
         dealt = Dealt.out(rows, len(self._sides))
         values = torch.empty(len(rows), self.tables[table].width)
         for side, ids, places in zip(self._sides, dealt.ids, dealt.places, strict=True):
             if side.tables:
-                values[places] = side.tables[table][ids]
+                values.index_copy_(0, places, side.tables[table].index_select(0, ids))
             elif len(ids):
                 received = torch.empty(len(ids), self.tables[table].width)
                 self._pull_rows(side, table, ids, received)
                 values[places] = received
         return values
 
-    def _moved(self, side: _Side) -> None:
-        """The server was started again: its memory is another one."""
+    def _moved(self, side: _Side, number: int) -> None:
+        """The server was started again: its memory is another one. What this replica has in it goes there too."""
         assert side.opened is not None
-        if side.arena is None or side.opened.arena is None:
+        old = side.arena
+        if old is None or side.opened.arena is None:
             return
-        mine = side.gradients.clone()
-        side.arena.arena.close()
-        side.arena = ServerArena(Arena.attach(*side.opened.arena), side.layout, self._settings.replicas)
-        side.gradients = side.arena.gradients[self.replica]
-        side.gradients.copy_(mine)
-        self.collector.redirect([self._destination(name) for name in self.shards.names])
-        self._live = None
+        with self._moving:
+            try:
+                new = ServerArena(Arena.attach(*side.opened.arena), side.layout, self._settings.replicas)
+                if side.tables:
+                    self._attach_tables_of(side, number)
+            except ArenaError as error:
+                raise ConnectionLost("it has died again") from error
+            new.gradients[self.replica].copy_(side.gradients)
+            if self._live is False:
+                new.pulled[self.replica].copy_(old.pulled[self.replica])
+            side.arena, side.gradients = new, new.gradients[self.replica]
+            if self._ready:
+                self.collector.redirect([self._destination(name) for name in self.shards.names])
+            old.arena.close()
+            self._live, self._elsewhere = None, True
 
     def _fill(self) -> None:
         """Give the servers this replica's values: it has come first."""
@@ -238,12 +282,34 @@ class Client:
                 container=self.container,
                 buffers=buffers if number == 0 else [],
                 frozen=frozen if number == 0 else [],
+                keys=self._keys() if number == 0 else [],
             )
             side.connection.call(request, p.Done, body=lambda body=body: body)  # type: ignore[misc]
         self._fill_state()
         for lookup in self.tables:
             if not lookup.module.weight.is_meta:
                 self.put_table(lookup.number, "", lookup.module.weight.detach())
+
+    def _keys(self) -> list[tuple[str, str]]:
+        """The keys of the model's state_dict, and which tensor each is: a tied one has several."""
+        own = own_state(self.model)
+        names = {id(tensor): name for name, tensor in (*own.named_buffers(), *own.named_parameters())}
+        held = own.state_dict(keep_vars=True).items()
+        return [(key, names[id(value)]) for key, value in held if id(value) in names]
+
+    def _take_what_is_not_trained(self) -> None:
+        """The model goes on with what an earlier run has left: also where nothing is trained."""
+        for frozen, tensors in ((False, self._buffers), (True, self._frozen)):
+
+            def read(
+                channel: Channel[p.Reply], length: int, tensors: Sequence[tuple[str, torch.Tensor]] = tensors
+            ) -> None:
+                for _, tensor in tensors if length else ():
+                    received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+                    channel.read_body(bytes_of(received))
+                    tensor.detach().copy_(received)
+
+            self._to_chief.call(p.Buffers(container=self.container, frozen=frozen), p.Tensors, read=read)
 
     def put_table(self, table: int, key: str, values: torch.Tensor, steps: int | None = None) -> None:
         """Give the servers a value for every row: of the weight (no key), or of the optimizer's state."""
@@ -342,17 +408,37 @@ class Client:
         for side in self._sides:
             if side.arena is None:
                 versions.append(self._pull_over_tcp(side))
-            elif sync:
-                versions.append(side.arena.version)
             else:
-                versions.append(side.arena.copy_parameters(side.arena.pulled[self.replica]))
+                versions.append(self._pull_shared(side, copy=not sync))
         live = sync and all(side.arena is not None for side in self._sides)
         self._point(live=live)
         for own, parts in self._cut:
             for part in parts:
                 side = self._sides[part.server]
                 own[part.start : part.stop] = _slot(self._seen(side, live=live), side.layout, part.slot)
-        self.pulled = min(versions)
+        self._pulled, self._elsewhere = min(versions), False
+
+    def _pull_shared(self, side: _Side, *, copy: bool) -> int:
+        """The version that lies in the memory of a server, after it was copied to this replica's place.
+
+        If it is not what it should be, the server is asked: when it was started again, its memory is another one.
+        """
+        give_up = time.monotonic() + self._settings.timeout_s
+        while True:
+            arena = side.arena
+            assert arena is not None
+            if (version := arena.version) >= self.step:
+                found = arena.copy_parameters(arena.pulled[self.replica]) if copy else version
+                if found is not None:
+                    return found
+            if time.monotonic() > give_up:
+                raise Stalled(
+                    f"replica {self.replica} waited {self._settings.timeout_s:g} s for {side.connection.name} to "
+                    f"make step {self.step}"
+                )
+            side.connection.call(p.Containers(), p.Listed)
+            if side.arena is arena:
+                time.sleep(PAUSE_S)
 
     def _pull_over_tcp(self, side: _Side) -> int:
         coding = Coding(side.layout, PARAMETER_WIRE[self._wire])
@@ -448,7 +534,10 @@ class Client:
     def _to_chief(self) -> Connection:
         return self._sides[0].connection
 
-    def ask(self, *, chapter: int, length: int, batch_size: int, left_out: int, stop_epoch: int) -> p.Ticket | p.Ended:
+    def ask(
+        self, *, chapter: int, length: int, batch_size: int, left_out: int, stop_epoch: int, at_once: bool = False
+    ) -> p.Ticket | p.Ended | p.Waiting:
+        """Work in a chapter; waits for it, unless it has to be `at_once`."""
         request = p.Ask(
             container=self.container,
             replica=self.replica,
@@ -458,9 +547,15 @@ class Client:
             batch_size=batch_size,
             left_out=left_out,
             stop_epoch=stop_epoch,
+            at_once=at_once,
         )
-        answer: p.Ticket | p.Ended = self._to_chief.wait(request, (p.Ticket, p.Ended), read=self._take_buffers)
-        self.step = max(self.step, answer.step)
+        if at_once:
+            kinds = (p.Ticket, p.Ended, p.Waiting)
+            answer: p.Ticket | p.Ended | p.Waiting = self._to_chief.call(request, kinds, read=self._take_buffers)
+        else:
+            answer = self._to_chief.wait(request, (p.Ticket, p.Ended), read=self._take_buffers)
+        if not isinstance(answer, p.Waiting):
+            self.step = max(self.step, answer.step)
         return answer
 
     def _take_buffers(self, channel: Channel[p.Reply], length: int) -> None:
@@ -476,9 +571,9 @@ class Client:
             replica=self.replica,
             incarnation=self.incarnation,
             ticket=ticket,
-            pulled=self.pulled,
+            pulled=self._pulled,
             loss=loss,
-            options=[plain_options(group) for group in self.optimizer.param_groups],
+            options=[plain_options(group) for group in self.options_from.param_groups],
         )
         buffers = [bytes_of(buffer) for _, buffer in self._buffers]
         answer: p.Settled | p.Ticket = self._to_chief.wait(request, (p.Settled, p.Ticket), body=lambda: buffers)
@@ -510,6 +605,25 @@ class Client:
     def set_rule(self, rule: Any) -> None:
         self._to_chief.call(p.SetRule(container=self.container, rule=rule), p.Done)
 
+    # ── steps that somebody else decides ─────────────────────────────────────────────────────────────────
+
+    def steps_made(self) -> int:
+        """By the servers, so far."""
+        return int(self._to_chief.call(p.Freeze(container=self.container), p.Copied).step)
+
+    def measure(self, close: Close) -> float:
+        """The squared length of that step's gradient."""
+        options = [plain_options(group) for group in self.optimizer.param_groups]
+        request = p.Apply(container=self.container, close=close, options=options, measure=True)
+        return float(sum(side.connection.call(request, p.Measured).squared for side in self._sides))
+
+    def make(self, close: Close, scale: float) -> None:
+        """Have all servers make that step, unless they have."""
+        options = [plain_options(group) for group in self.optimizer.param_groups]
+        request = p.Apply(container=self.container, close=close, options=options, scale=scale)
+        for side in self._sides:
+            side.connection.call(request, p.Done)
+
     def request_stop(self) -> None:
         self._to_chief.call(p.Stop(container=self.container), p.Done)
 
@@ -536,6 +650,27 @@ class Client:
     def read_parameters(self, copy: int) -> dict[str, torch.Tensor]:
         """Whole tensors by name, of a frozen copy."""
         return self._read_whole(p.Frozen(container=self.container, number=copy, what="parameters"))[0]
+
+    def read_books(self, copy: int) -> dict[str, Any]:
+        """The chief's books, of a frozen copy."""
+        body = bytearray()
+
+        def read(channel: Channel[p.Reply], length: int) -> None:
+            body.extend(channel.read_whole_body(length))
+
+        self._to_chief.call(p.Frozen(container=self.container, number=copy, what="books"), p.Tensors, read=read)
+        found: dict[str, Any] = json.loads(body)
+        return found
+
+    def read_table_gradient(self, table: int) -> torch.Tensor:
+        """The summed gradient of the last step, as a whole table."""
+        lookup = self.tables[table]
+        whole = torch.zeros(lookup.rows, lookup.width)
+        for number, side in enumerate(self._sides):
+            request = p.Frozen(container=self.container, number=0, what=f"rows {table}")
+            found = self._read_entries(side, request)
+            whole[found["ids"] * len(self._sides) + number] = found["values"]
+        return whole
 
     def read_gradients(self) -> dict[str, torch.Tensor]:
         """The summed gradients of the last step, of those parameters that have one (while recording)."""
@@ -648,6 +783,11 @@ class Client:
         self.collector.begin()
         for lookup in self.tables:
             lookup.forget()
+
+    def give_up(self) -> None:
+        """From any thread: whoever waits for a server fails."""
+        for side in self._sides:
+            side.connection.give_up()
 
     def close(self) -> None:
         self.collector.close()

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from paceline import __version__
-from paceline.central.protocol import Hello, Refused, Reply, Waiting
-from paceline.errors import PacelineError, Stalled
-from paceline.exchange.frames import Channel, ConnectionLost, tune
+from paceline.central.protocol import Done, Hello, Refused, Reply, Waiting
+from paceline.errors import PacelineError, SecurityError, Stalled
+from paceline.exchange.frames import Channel, ConnectionLost, FrameError, tune
 from paceline.exchange.secure import Keys, wrap_client
 
 CONNECT_S = 5.0
+FIRST_CONTACT_S = 5.0  # for a user who may have mistyped an address
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
 
 Kinds = type | tuple[type, ...]
@@ -26,7 +27,18 @@ Kinds = type | tuple[type, ...]
 class Connection:
     """To one server. For one thread at a time."""
 
-    def __init__(self, address: str, *, token: str, keys: Keys | None, who: str, name: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        token: str,
+        keys: Keys | None,
+        who: str,
+        name: str,
+        timeout_s: float,
+        first_contact_s: float | None = None,
+    ) -> None:
+        """`first_contact_s`: how long to try to reach a server that was never reached, if not for `timeout_s`."""
         self.address = address
         self.name = name
         self._hello = Hello(version=__version__, token=token, who=who)
@@ -34,6 +46,8 @@ class Connection:
         self._who = who
         self._timeout_s = timeout_s
         self._channel: Channel[Reply] | None = None
+        self._given_up = False
+        self._first_contact_s = first_contact_s  # None: there was one, or it may take as long as any other
         self.introduce: Callable[[], None] | None = None  # after every connect, before any other request
 
     def call(
@@ -56,6 +70,11 @@ class Connection:
             except ConnectionLost as error:
                 self.disconnect()
                 why = str(error)
+            if self._first_contact_s is not None:
+                limit = min(limit, self._first_contact_s)
+                give_up = min(give_up, time.monotonic() + limit)
+            if self._given_up:
+                raise PacelineError(f"the connection to {self.name} was given up")
             if time.monotonic() + pause >= give_up:
                 raise Stalled(f"{self._who} waited {limit:g} s for {self.name} at {self.address}: {why}")
             time.sleep(pause)
@@ -101,25 +120,51 @@ class Connection:
         host, _, port = self.address.rpartition(":")
         try:
             timeout_s = min(CONNECT_S, max(0.1, give_up - time.monotonic()))
-            raw = socket.create_connection((host, int(port)), timeout=timeout_s)
+            raw = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s)
         except (OSError, ValueError) as error:
             raise ConnectionLost(f"it cannot be reached ({getattr(error, 'strerror', None) or error})") from error
         tune(raw)
         raw.settimeout(None)
-        connection = wrap_client(raw, self._keys) if self._keys is not None else raw
+        try:
+            connection = wrap_client(raw, self._keys) if self._keys is not None else raw
+        except SecurityError as error:
+            raise SecurityError(
+                f"{self.name} at {self.address} was not trusted or did not trust us: {error}"
+            ) from error
         self._channel = Channel(connection, Reply)
         self._channel.trusted = True
         try:
-            self._once(self._hello, object, None, None, None, give_up)
+            self._greet(give_up)
             if self.introduce is not None:
                 self.introduce()
         except BaseException:
             self.disconnect()
             raise
 
+    def _greet(self, give_up: float) -> None:
+        try:
+            self._once(self._hello, Done, None, None, None, give_up)
+        except FrameError as error:
+            raise SecurityError(
+                f"{self.name} at {self.address} cannot be understood: {error}; use the same version on both sides, and "
+                "keys on both or none"
+            ) from error
+        except ConnectionLost:
+            raise
+        except PacelineError as error:
+            raise SecurityError(f"{self.name} at {self.address} refuses: {error}") from error
+        self._first_contact_s = None
+
     def disconnect(self) -> None:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
+
+    def give_up(self) -> None:
+        """From any thread: whoever waits in here fails."""
+        self._given_up = True
+        channel = self._channel
+        if channel is not None:
+            channel.interrupt()
 
     close = disconnect

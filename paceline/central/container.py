@@ -7,18 +7,23 @@ the chief's closes one by one, so after the same number of steps they hold parts
 
 from __future__ import annotations
 
+import contextlib
+import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
+from paceline.central.bounds import check_close, check_options, check_place
 from paceline.central.chief import Accepted, Close
+from paceline.central.journal import Journal, Made, Pulled, Pushed, RowsPut, packed
 from paceline.central.protocol import Settings
 from paceline.central.shards import Option, Shards, Spec, make_optimizer, restored_options
 from paceline.central.tables import Rows, Table, TableCopy
-from paceline.errors import PacelineError
+from paceline.errors import CheckpointError, PacelineError
 from paceline.exchange.wire import wire
 from paceline.memory.layout import Chunk, Layout
 from paceline.memory.server_arena import ServerArena
@@ -28,6 +33,8 @@ from paceline.owners.state import StateLayout
 MOST_FROZEN = 4  # copies that are being read at a time
 
 States = dict[int, dict[str, Any]]
+Tensors = Sequence[tuple[str, torch.Tensor]]
+Json = bytes
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,8 @@ class Frozen:
     parameters: torch.Tensor
     state: States
     tables: list[TableCopy]
+    extras: Tensors = ()  # on the chief: the model's buffers, and the parameters that are not trained
+    books: Json = b""  # on the chief
 
 
 class _Memory:
@@ -68,10 +77,9 @@ class Container:
         self.layout = self.shards.layouts[server]
         self.arena = ServerArena.create(self.layout, settings.replicas)
         self.filled = False
+        self.reopened = False  # an earlier run has left what is here
         self.lock = threading.RLock()  # held while parameters are written, or read as a whole
-        self._users = make_optimizer(spec.optimizer)
-        states = StateLayout(self._users, self.layout, {})
-        self._optimizer = ShardOptimizer(self._users, _Memory(self.arena, states.block_bytes), states)
+        self._make_optimizer()
         largest = max((chunk.bytes for chunk in self.layout.chunks), default=0)
         self._scratch = torch.empty(largest, dtype=torch.uint8)
         self._correction = torch.empty(largest, dtype=torch.uint8)
@@ -80,6 +88,11 @@ class Container:
         self.tables = [Table(table, spec.optimizer.name, server, spec.servers) for table in spec.tables]
         self._rows: dict[int, list[Rows]] = {}  # by replica: its gradients for the tables
         self._staged: dict[int, int] = {}  # by replica: the ticket whose gradient is here
+        self._used: dict[int, int] = {}  # by replica: the last ticket that went into a step
+        self._incarnations: dict[int, int] = {}  # the newest of each replica
+        self._not_pulled: set[int] = set()  # replicas of which it is not known what they computed on
+        self.addresses: list[str] = []  # of all servers
+        self.journal: Journal | None = None  # where everything is noted before it is acknowledged
         self._frozen: dict[int, Frozen] = {}
 
     @property
@@ -90,7 +103,75 @@ class Container:
     def bytes(self) -> int:
         return self.layout.bytes
 
+    def _make_optimizer(self) -> None:
+        self._users = make_optimizer(self.spec.optimizer)
+        states = StateLayout(self._users, self.layout, {})
+        self._entries = {
+            piece.slot: entries
+            for chunk, of_chunk in zip(self.layout.chunks, states.entries, strict=True)
+            for piece, entries in zip(chunk.pieces, of_chunk, strict=True)
+        }
+        self._optimizer = ShardOptimizer(self._users, _Memory(self.arena, states.block_bytes), states)
+
+    def reopen(self, spec: Spec, settings: Settings) -> None:
+        """Another run goes on with what is here: it may have other replicas, and other options of the optimizer."""
+        with self.lock:
+            if settings.run == self.settings.run:
+                return
+            state, old = self._state(), self.arena
+            if settings.replicas != self.settings.replicas:
+                self.arena = ServerArena.create(self.layout, settings.replicas)
+                self.arena.parameters.copy_(old.parameters)
+                self.arena.version = old.version
+                old.arena.close()
+            self.spec, self.settings = spec, settings
+            self.shards = Shards(spec)
+            self.layout = self.arena.layout = self.shards.layouts[self.server]
+            self._make_optimizer()
+            self._optimizer.take_state(state)
+            self._sums = torch.zeros(self.layout.bytes if settings.recording else 0, dtype=torch.uint8)
+            for of_run in (self._staged, self._used, self._rows, self._incarnations):
+                of_run.clear()
+            self.reopened = self.filled
+
+    def take_over(self, copy: Frozen) -> None:
+        """Begin with what another container was."""
+        with self.lock:
+            self.arena.parameters.copy_(copy.parameters)
+            self._optimizer.take_state(copy.state)
+            for table, held in zip(self.tables, copy.tables, strict=True):
+                table.weight.copy_(held.weight)
+                table.state = {key: value.clone() for key, value in held.state.items()}
+                table.steps = held.steps
+            self.fill(copy.step)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        with self.lock:
+            self._frozen.clear()
+            for arena in (self.arena.arena, *(table.arena for table in self.tables)):
+                arena.close()
+
     # ── gradients ────────────────────────────────────────────────────────────────────────────────────────
+
+    def admit(self, replica: int, incarnation: int) -> None:
+        """A process takes the place of `replica`: older ones are not listened to any more."""
+        self._incarnations[replica] = max(incarnation, self._incarnations.get(replica, 0))
+
+    def push(self, pushed: Pushed, rows: list[Rows], *, shared: bool) -> None:
+        """A gradient lies in its replica's place now; `shared`: and what it was computed on in its own."""
+        replica = pushed.replica
+        if pushed.incarnation < self._incarnations.get(replica, 0):
+            raise PacelineError(f"replica {replica} was started again since: this process no longer takes part")
+        with self.journal.lock if self.journal is not None else contextlib.nullcontext():
+            self.stage(replica, pushed.ticket, pushed.untouched)
+            if rows:
+                self.stage_rows(replica, rows)
+            if self.journal is not None:
+                of_tables = [part for given in rows for part in given.tensors]
+                self.journal.append(pushed, packed([self.arena.gradients[replica], *of_tables]))
+        if shared:
+            self._not_pulled.discard(replica)
 
     def stage(self, replica: int, ticket: int, untouched: Iterable[int]) -> None:
         """The gradient of that ticket lies in the replica's place now."""
@@ -129,6 +210,7 @@ class Container:
 
     def squared_norm(self, close: Close) -> float:
         """The squared length of the step's gradient, as far as it lies here."""
+        check_close(close, self.settings.replicas)
         with self.lock:
             touched = self._touched(close)
             total = 0.0
@@ -145,14 +227,20 @@ class Container:
                     total += float(torch.linalg.vector_norm(table.summed(given).values, dtype=torch.float64)) ** 2
             return total
 
-    def apply(self, close: Close, options: Sequence[Mapping[str, Option]], scale: float = 1.0) -> None:
-        """Make the step. One that was made before is not made again."""
+    def apply(
+        self, close: Close, options: Sequence[Mapping[str, Option]], scale: float = 1.0, *, noted: bool = False
+    ) -> None:
+        """Make the step. One that was made before is not made again. `noted`: it is in the journal already."""
+        check_close(close, self.settings.replicas)
+        check_options(options, self.spec.optimizer.groups)
         with self.lock:
             if close.step < self.step:
                 return
             if close.step > self.step:
                 raise PacelineError(f"server {self.server} is at step {self.step} and cannot make step {close.step}")
             self.check_staged(close)
+            if not noted:
+                self.note(Made(close=close, options=[dict(given) for given in options], scale=scale))
             self._take_options(options, close.lr)
             touched = self._last_touched = self._touched(close)
             words = self.arena.words
@@ -163,16 +251,26 @@ class Container:
                 if scale != 1.0:
                     gradient = torch.mul(gradient, scale, out=self._typed(self._scratch, chunk))
                 words[number + 1] += 1
-                self._optimizer.update(number, gradient, touched)
-                words[number + 1] += 1
+                try:
+                    self._optimizer.update(number, gradient, touched)
+                finally:
+                    words[number + 1] += 1  # nobody must wait for a chunk that is never finished
             for number, table in enumerate(self.tables):
                 if given := self._rows_of(close, number):
                     table.update(given, self._users.param_groups[table.spec.group], scale)
             self.arena.version = close.step + 1
+            self._used.update((accepted.replica, accepted.ticket) for accepted in close.accepted)
+
+    def note(self, made: Made, body: Sequence[memoryview] = ()) -> None:
+        """Have a step in the journal before it is made: the gradients that make it are there by then."""
+        if self.journal is None:
+            return
+        for accepted in made.close.accepted:
+            if self._corrects(accepted, made.close.compensation):
+                self.journal.append(Pulled(replica=accepted.replica), packed([self.arena.pulled[accepted.replica]]))
+        self.journal.append(made, body)
 
     def _take_options(self, options: Sequence[Mapping[str, Option]], factor: float) -> None:
-        if len(options) != len(self._users.param_groups):
-            raise PacelineError(f"{len(options)} groups of options do not fit {len(self._users.param_groups)}")
         for group, given in zip(self._users.param_groups, options, strict=True):
             group.update(restored_options(given))
             group["lr"] = group["lr"] * factor
@@ -195,7 +293,7 @@ class Container:
 
     def _one_gradient(self, accepted: Accepted, chunk: Chunk, compensation: float) -> torch.Tensor:
         gradient = self.arena.chunk_of(self.arena.gradients[accepted.replica], chunk)
-        if not compensation or not accepted.staleness:
+        if not self._corrects(accepted, compensation):
             return gradient
         # What the gradient would be on the parameters as they are now, to first order: the Hessian's diagonal is
         # about the square of the gradient.
@@ -203,6 +301,9 @@ class Container:
         now = self.arena.chunk_of(self.arena.parameters, chunk)
         correction = torch.sub(now, pulled, out=self._typed(self._correction, chunk))
         return correction.mul_(gradient).mul_(gradient).mul_(compensation).add_(gradient)
+
+    def _corrects(self, accepted: Accepted, compensation: float) -> bool:
+        return bool(compensation and accepted.staleness and accepted.replica not in self._not_pulled)
 
     @staticmethod
     def _typed(flat: torch.Tensor, chunk: Chunk) -> torch.Tensor:
@@ -212,23 +313,31 @@ class Container:
 
     def pull(self, replica: int) -> tuple[int, torch.Tensor]:
         """The parameters as they are now, copied to where they are remembered as this replica's; and the step."""
+        check_place(replica, self.settings.replicas)
         with self.lock:
             place = self.arena.pulled[replica]
             place.copy_(self.arena.parameters)
+            self._not_pulled.discard(replica)
             return self.step, place
 
-    def freeze(self, number: int) -> Frozen:
+    def freeze(self, number: int, extras: Tensors = (), books: Json = b"") -> Frozen:
         with self.lock:
             while len(self._frozen) >= MOST_FROZEN:  # somebody has not said that it is done
                 del self._frozen[min(self._frozen)]
-            self._frozen[number] = Frozen(
+            self._frozen[number] = self.copy(number, extras, books)
+            return self._frozen[number]
+
+    def copy(self, number: int = 0, extras: Tensors = (), books: Json = b"") -> Frozen:
+        with self.lock:
+            return Frozen(
                 number,
                 self.step,
                 self.arena.parameters.clone(),
                 self._state(),
                 [table.copy() for table in self.tables],
+                [(name, tensor.clone()) for name, tensor in extras],
+                books,
             )
-            return self._frozen[number]
 
     def frozen(self, number: int) -> Frozen:
         copy = self._frozen.get(number)
@@ -259,9 +368,152 @@ class Container:
             self.arena.version = step
             self.filled = True
 
+    def check_states(self, states: States) -> None:
+        """Whether state that was sent fits the slots here; before anything is changed."""
+        for slot, state in states.items():
+            if not 0 <= slot < len(self.layout.slots):
+                raise PacelineError(f"slot {slot} does not exist: this server has {len(self.layout.slots)}")
+            for entry in self._entries.get(slot, ()):
+                value = state.get(entry.key)
+                if isinstance(value, torch.Tensor) and value.numel() != math.prod(entry.shape):
+                    raise PacelineError(f"{entry.key} of slot {slot} has {value.numel()} values: {entry.shape} fit")
+
     def restore_state(self, states: States) -> None:
         with self.lock:
             self._optimizer.take_state(states)
+
+    # ── after the death of the process before ────────────────────────────────────────────────────────────
+
+    def waiting(self) -> list[tuple[Pushed, list[Rows]]]:
+        """The gradients that are here and in no step yet."""
+        return [
+            (
+                Pushed(
+                    replica=replica,
+                    incarnation=self._incarnations.get(replica, 0),
+                    ticket=ticket,
+                    untouched=(self.arena.touched[replica] == 0).nonzero().view(-1).tolist(),
+                    rows=[len(given.ids) for given in self._rows.get(replica, [])],
+                ),
+                self._rows.get(replica, []),
+            )
+            for replica, ticket in self._staged.items()
+            if self._used.get(replica) != ticket
+        ]
+
+    def save(self, more: Mapping[str, torch.Tensor], notes: Mapping[str, Any], *, wait: bool) -> None:
+        """Have everything in a snapshot, and the journal go on from there. `more`: what the chief adds."""
+        if self.journal is None:
+            return
+        with self.lock, self.journal.lock:
+            copy = self.copy()
+            tensors, numbers = {"parameters": copy.parameters, **more}, {}
+            for slot, state in copy.state.items():
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor):
+                        tensors[f"state/{slot}/{key}"] = value
+                    else:
+                        numbers[f"{slot}/{key}"] = value
+            for number, table in enumerate(copy.tables):
+                tensors[f"table/{number}/"] = table.weight
+                tensors |= {f"table/{number}/{key}": value for key, value in table.state.items()}
+            waiting = []
+            for pushed, rows in self.waiting():
+                parts = [self.arena.gradients[pushed.replica], *(part for given in rows for part in given.tensors)]
+                tensors[f"waiting/{pushed.replica}"] = torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
+                waiting.append(msgspec.to_builtins(pushed))
+            own = {
+                "name": self.name,
+                "server": self.server,
+                "addresses": self.addresses,
+                "spec": msgspec.json.encode(self.spec).decode(),
+                "settings": msgspec.json.encode(self.settings).decode(),
+                "step": copy.step,
+                "numbers": numbers,
+                "steps of tables": [table.steps for table in copy.tables],
+                "waiting": waiting,
+                "incarnations": list(self._incarnations.items()),
+                "used": list(self._used.items()),
+            }
+            self.journal.snapshot(tensors, {**own, **notes}, wait=wait)
+
+    def load(self, tensors: Mapping[str, torch.Tensor], notes: Mapping[str, Any]) -> None:
+        """Become what a snapshot says."""
+        states: States = {}
+        tables = [TableCopy(tensors[f"table/{n}/"], {}, steps) for n, steps in enumerate(notes["steps of tables"])]
+        for name, tensor in tensors.items():
+            kind, _, rest = name.partition("/")
+            number, _, key = rest.partition("/")
+            if kind == "state":
+                states.setdefault(int(number), {})[key] = tensor
+            elif kind == "table" and key:
+                tables[int(number)].state[key] = tensor
+        for name, value in notes["numbers"].items():
+            slot, _, key = name.partition("/")
+            states.setdefault(int(slot), {})[key] = value
+        self.take_over(Frozen(0, notes["step"], tensors["parameters"], states, tables))
+        self.addresses = notes["addresses"]
+        for replica, incarnation in notes["incarnations"]:
+            self.admit(replica, incarnation)
+        self._used = dict(notes["used"])
+        for given in notes["waiting"]:
+            pushed = msgspec.convert(given, Pushed)
+            self.push_again(pushed, packed([tensors[f"waiting/{pushed.replica}"]])[0])
+        self.forget_pulled()
+
+    def push_again(self, pushed: Pushed, body: memoryview) -> None:
+        """A push as it is in the journal."""
+        place = self.arena.gradients[pushed.replica]
+        given = _split(body, [place.nbytes, *self._bytes_of_rows(pushed.rows)])
+        place.copy_(given[0])
+        rows = [
+            Rows(ids.view(torch.int64), values.view(torch.float32).view(-1, table.spec.width))
+            for table, ids, values in zip(self.tables, given[1::2], given[2::2], strict=False)
+        ]
+        self.admit(pushed.replica, pushed.incarnation)
+        self.stage(pushed.replica, pushed.ticket, pushed.untouched)
+        if rows:
+            self.stage_rows(pushed.replica, rows)
+
+    def put_rows_again(self, put: RowsPut, body: memoryview) -> None:
+        (values,) = _split(body, [len(body)])
+        self.put_rows(put, values.view(torch.float32).view(-1, self.tables[put.table].spec.width))
+
+    def _bytes_of_rows(self, counts: Sequence[int]) -> list[int]:
+        sizes = zip(counts, self.tables, strict=False)
+        return [size for count, table in sizes for size in (8 * count, 4 * table.spec.width * count)]
+
+    def pulled_again(self, replica: int, body: memoryview) -> None:
+        (parameters,) = _split(body, [self.bytes])
+        self.arena.pulled[replica].copy_(parameters)
+        self._not_pulled.discard(replica)
+
+    def forget_pulled(self) -> None:
+        """What replicas have pulled went with the process: until they pull again, nothing is corrected by it."""
+        self._not_pulled = set(range(self.settings.replicas))
+
+    def put_rows(self, put: RowsPut, values: torch.Tensor) -> None:
+        """Values for some rows of a table, or of its optimizer's state."""
+        table = self.tables[put.table]
+        with self.lock, self.journal.lock if self.journal is not None else contextlib.nullcontext():
+            if self.journal is not None:
+                self.journal.append(put, packed([values]))
+            if len(values):
+                table.put(put.key, put.start, values)
+            if put.steps is not None:
+                table.steps = put.steps
+
+
+def _split(body: memoryview, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """The bytes of a record's body, cut and with memory of their own."""
+    if len(body) != sum(sizes):
+        raise CheckpointError(f"a record in the log has {len(body)} bytes instead of {sum(sizes)}")
+    found, start = [], 0
+    for size in sizes:
+        part = bytearray(body[start : start + size])
+        found.append(torch.frombuffer(part, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8))
+        start += size
+    return found
 
 
 # ── chunks on a wire ─────────────────────────────────────────────────────────────────────────────────────────

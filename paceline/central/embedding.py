@@ -46,8 +46,10 @@ class Lookup:
     def connect(self, fetch: Fetch) -> None:
         """From now on the values are on the servers."""
         self._fetch = fetch
-        # One number, seen as the whole table: the shape stays what it was.
-        self.module.weight.data = torch.zeros(1).expand(self.rows, self.width)
+        self.module.weight.on_servers = True  # type: ignore[attr-defined]
+        if not self.module.weight.is_meta:
+            # One number, seen as the whole table: the shape stays what it was.
+            self.module.weight.data = torch.zeros(1).expand(self.rows, self.width)
 
     def _forward(self, input: torch.Tensor) -> torch.Tensor:
         if self._fetch is None:

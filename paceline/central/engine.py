@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.central.client import Client, Servers
-from paceline.central.protocol import Ended, Settings, Settled, Ticket
+from paceline.central.protocol import RESUME, Ended, Settings, Settled, Ticket, Waiting
 from paceline.data.ledger import Ledger
-from paceline.errors import PacelineError
+from paceline.errors import LossError, PacelineError, Stalled
 from paceline.exchange.board import Board, HostWord, Phase, Word
 from paceline.exchange.secure import Keys, read_token
 from paceline.launch.place import Place
@@ -28,6 +29,43 @@ from paceline.owners.engine import Closed, Computed, Share, StateByName
 from paceline.owners.models import own_state
 from paceline.rules import Rule
 from paceline.strategy import Centralized
+
+COPY_TRIES = 4  # for a copy of everything, while servers are killed
+
+
+@dataclass(frozen=True)
+class Worked:
+    """A ticket that was computed and handed in."""
+
+    settled: Settled
+    compute_ns: int
+    wait_ns: int
+
+
+def work_on(
+    client: Client, ticket: Ticket, compute: Callable[[Ticket], Computed], enter: Callable[[Phase], None]
+) -> Worked:
+    """Compute a ticket and hand it in; again and with more samples, if one of the others dies meanwhile."""
+    began = time.monotonic_ns()
+    while True:
+        enter(Phase.COMPUTING)
+        if client.pulled < ticket.step or not ticket.sync:
+            client.pull(sync=ticket.sync)
+        client.begin()
+        computed = compute(ticket)
+        used = client.collector.finish()
+        if used and not any(used) and not client.tables:
+            raise LossError("loss", "computed", "no parameter has a gradient; use the model that it is called with")
+        computed_at = time.monotonic_ns()
+        enter(Phase.AWAITING_SERVERS)
+        client.push(ticket.ticket, used)
+        answer = client.report(ticket.ticket, computed.loss)
+        if isinstance(answer, Settled):
+            break
+        ticket = answer
+    if ticket.sync:
+        client.pull(sync=True)
+    return Worked(answer, computed_at - began, time.monotonic_ns() - computed_at)
 
 
 class CentralizedEngine:
@@ -48,17 +86,16 @@ class CentralizedEngine:
         else:
             number, incarnation = 1, time.time_ns()
         folder = place.servers.keys
-        self.client = Client(
-            model,
-            optimizer,
-            Servers(
+        self._open = partial(
+            Client,
+            servers=Servers(
                 place.servers.addresses,
                 # A second trainer of the same script is another training.
                 place.servers.container if number == 1 else f"{place.servers.container}-{number}",
                 read_token(Path(place.servers.token_folder)) if place.servers.token_folder is not None else "",
                 Keys.load(Path(folder)) if folder is not None else None,
             ),
-            Settings(
+            settings=Settings(
                 replicas=strategy.replicas,
                 rule=strategy.rule,
                 warmup_steps=strategy.warmup_steps,
@@ -66,20 +103,21 @@ class CentralizedEngine:
                 clip_norm=clip_norm,
                 durability=strategy.durability,
                 recording=place.recording is not None,
+                run=place.servers.run,
                 timeout_s=strategy.timeout_s,
             ),
-            replica=place.rank,
             incarnation=incarnation,
             wire_name=strategy.wire,
             share_memory=strategy.exchange != "tcp",
         )
+        self.client = self._open(model, optimizer, replica=place.rank)
         if self._board is not None and not self._board.alive(self._row):
             self._board.set(self._row, Word.ADMITTED, incarnation)  # one that was started again takes part at once
         self.gradients_ready: Callable[[], None] | None = None
         self._rule: Rule = strategy.rule
-        self._tasks = 0
+        self._tasks = self._resumes = 0
         self._sync = True
-        self._enter(Phase.BETWEEN)
+        self.enter(Phase.BETWEEN)
 
     # ── what can be asked ────────────────────────────────────────────────────────────────────────────────
 
@@ -109,101 +147,117 @@ class CentralizedEngine:
 
     def ask(self, chapter: int, ledger: Ledger, stop_epoch: int) -> Ticket | Ended:
         """The next samples to compute in this chapter."""
+        self.enter(Phase.AWAITING_WORK)
+        answer = self.ask_for(self.client, chapter, ledger, stop_epoch)
+        assert not isinstance(answer, Waiting)
+        self.enter(Phase.BETWEEN)
+        if isinstance(answer, Ended):
+            self.refresh()
+        return answer
+
+    def ask_for(
+        self, client: Client, chapter: int, ledger: Ledger, stop_epoch: int, *, at_once: bool = False
+    ) -> Ticket | Ended | Waiting:
+        """The same for one of several clients of this process; `at_once`: also if there is nothing to do yet."""
         assert ledger.length is not None
         if self._board is not None and self._board.host_get(HostWord.STOP_REQUESTED):
-            self.client.request_stop()
-        self._enter(Phase.AWAITING_WORK)
-        answer = self.client.ask(
+            client.request_stop()
+        return client.ask(
             chapter=chapter,
             length=ledger.length,
             batch_size=ledger.batch_size,
             left_out=ledger.length % ledger.batch_size if ledger.drop_last else 0,
             stop_epoch=stop_epoch,
+            at_once=at_once,
         )
-        self._enter(Phase.BETWEEN)
-        if isinstance(answer, Ended):
-            self.client.pull(sync=self._sync)
-        return answer
 
-    def one_pass(self, *, is_last: bool, among: Sequence[int]) -> AbstractContextManager[None]:
-        self.client.collector.last_pass(is_last)
-        return nullcontext()
+    def refresh(self) -> None:
+        """Have the model hold the parameters as they are now."""
+        self.client.pull(sync=self._sync)
+
+    def another_client(self, model: nn.Module, optimizer: Optimizer, replica: int) -> Client:
+        """One more replica in this process."""
+        return self._open(model, optimizer, replica=replica)
 
     def step(self, ticket: Ticket, compute: Callable[[Ticket], Computed]) -> Closed:
         """Compute a ticket and hand it in; again and with more samples, if one of the others dies meanwhile."""
-        client, began = self.client, time.monotonic_ns()
-        self._sync = ticket.sync
-        while True:
-            self._set(Word.STEP, ticket.step)
-            self._enter(Phase.COMPUTING)
-            if client.pulled < ticket.step or not ticket.sync:
-                client.pull(sync=ticket.sync)
-            client.begin()
-            computed = compute(ticket)
-            used = client.collector.finish()
-            computed_at = time.monotonic_ns()
-            self._enter(Phase.AWAITING_SERVERS)
-            client.push(ticket.ticket, used)
-            answer = client.report(ticket.ticket, computed.loss)
-            if isinstance(answer, Settled):
-                break
-            ticket = answer
-        if ticket.sync:
-            client.pull(sync=True)
-        if self.gradients_ready is not None and client.chief and answer.accepted is not None:
-            self.gradients_ready()
-        self._note(answer, began, computed_at)
-        return Closed(answer.loss, answer.samples, answer.replicas)
+        self.begin(ticket)
+        worked = work_on(self.client, ticket, compute, self.enter)
+        self.settled(worked)
+        return Closed(worked.settled.loss, worked.settled.samples, worked.settled.replicas)
 
-    def _note(self, settled: Settled, began: int, computed_at: int) -> None:
-        board, row = self._board, self._row
+    def begin(self, ticket: Ticket) -> None:
+        """A ticket is being worked on."""
+        self._sync = ticket.sync
+        if self._board is not None:
+            self._board.set(self._row, Word.STEP, ticket.step)
+
+    def settled(self, worked: Worked) -> None:
+        """A ticket has been handed in."""
+        if self.gradients_ready is not None and self.client.chief and worked.settled.accepted is not None:
+            self.gradients_ready()
+        self.note(worked)
+
+    def note(self, worked: Worked) -> None:
+        """Show on the board what became of a ticket."""
+        board, row, settled = self._board, self._row, worked.settled
         if board is None:
             return
-        now = time.monotonic_ns()
-        board.set(row, Word.COMPUTE_NS, computed_at - began)
-        board.set(row, Word.WAIT_NS, now - computed_at)
+        board.set(row, Word.COMPUTE_NS, worked.compute_ns)
+        board.set(row, Word.WAIT_NS, worked.wait_ns)
         board.set(row, Word.UPDATE_NS, 0)
         board.set_float(row, Word.MEAN_LOSS, settled.loss)
         board.set(row, Word.STEP, settled.step)
         board.set(row, Word.SAMPLES_SEEN, settled.seen)
         board.enter(row, Phase.BETWEEN)
 
-    def _enter(self, phase: Phase) -> None:
+    def enter(self, phase: Phase) -> None:
         if self._board is not None:
             self._board.enter(self._row, phase)
-
-    def _set(self, word: Word, value: int) -> None:
-        if self._board is not None:
-            self._board.set(self._row, word, value)
 
     # ── tasks ────────────────────────────────────────────────────────────────────────────────────────────
 
     def total(self, name: str, length: int, work: Callable[[range], torch.Tensor]) -> torch.Tensor:
         """The sum over all samples of what `work` returns for some of them, whoever computes which."""
-        self.client.pull(sync=self._sync)
-        self._enter(Phase.EVALUATING)
+        self.refresh()
+        self.enter(Phase.EVALUATING)
         values = self.client.task(name, length, lambda part: work(part).tolist())
-        self._enter(Phase.BETWEEN)
+        self.enter(Phase.BETWEEN)
         return torch.tensor(values, dtype=torch.float64)
 
     def once(self, act: Callable[[], None]) -> None:
         self._tasks += 1
-        self._enter(Phase.SAVING)
+        self.enter(Phase.SAVING)
         self.client.once(f"once {self._tasks}", act)
-        self._enter(Phase.BETWEEN)
+        self.enter(Phase.BETWEEN)
 
     # ── whole tensors ────────────────────────────────────────────────────────────────────────────────────
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        return self.client.read_gradients()
+        tables = {lookup.name: self.client.read_table_gradient(lookup.number) for lookup in self.client.tables}
+        return tables | self.client.read_gradients()
+
+    def model_state(self) -> dict[str, torch.Tensor]:
+        return self.snapshot()[0]
 
     def optimizer_state(self) -> StateByName:
         return self.snapshot()[1]
 
     def snapshot(self) -> tuple[dict[str, torch.Tensor], StateByName, dict[str, Any]]:
         """The model's state_dict, the optimizer's state and the chief's books, all after the same step."""
+        for _ in range(COPY_TRIES - 1):
+            try:
+                return self._snapshot()
+            except Stalled:
+                raise
+            except PacelineError:
+                continue  # a server was started again: its copy is gone
+        return self._snapshot()
+
+    def _snapshot(self) -> tuple[dict[str, torch.Tensor], StateByName, dict[str, Any]]:
         copy = self.client.freeze()
-        parameters, state, books = self.client.read_parameters(copy), self.client.read_state(copy), self.books()
+        parameters, state = self.client.read_parameters(copy), self.client.read_state(copy)
+        books = self.client.read_books(copy)
         for lookup in self.client.tables:
             parameters[lookup.name], held = self.client.read_table(copy, lookup.number)
             if held:
@@ -232,8 +286,8 @@ class CentralizedEngine:
                 self._give_table(lookup.number, model[lookup.name], optimizer.get(lookup.name, {}))
             self.client.restore(values, optimizer, books["step"], json.dumps(books).encode())
 
-        self._tasks += 1
-        self.client.once(f"resume {self._tasks}", give)
+        self._resumes += 1
+        self.client.once(f"{RESUME}{self._resumes}", give)
         self.client.step = books["step"]
         self.client.pull(sync=True)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline import checkpoint, training_state
+from paceline.central.client import Client
 from paceline.central.engine import CentralizedEngine
 from paceline.central.protocol import Ended, Ticket
 from paceline.data import Ahead, Feed, Ledger
@@ -33,18 +35,36 @@ from paceline.verify.recorder import Recorder
 
 
 @dataclasses.dataclass
-class _Held:
+class Given:
+    """What the user has been given and has not trained on yet."""
+
+    given: Any
+
+
+@dataclasses.dataclass
+class Held(Given):
     """A ticket whose batch the user has been given."""
 
     ticket: Ticket
     ledger: Ledger
     ahead: Ahead
     micro_batches: list[Any]
-    given: Any
+    changed: bool = False
+
+    def take(self, batch: Any) -> None:
+        """The user trains on this."""
+        if batch is not self.given:
+            self.micro_batches = list(batch) if isinstance(self.given, MicroBatches) else [batch]
+            self.changed = True
+
+
+NOT_YIELDED = "trainer.step was given a batch that trainer.batches did not yield just now"
 
 
 class Leased:
     """How one replica goes through the data that a chief hands out."""
+
+    _at_once = 1  # how many batches are computed at the same time
 
     def __init__(
         self,
@@ -60,13 +80,16 @@ class Leased:
         self._scheduler = scheduler
         self._passes = passes
         self._place = place
-        self._engine = CentralizedEngine(model, optimizer, place, clip_norm)
+        self._engine = self._open_engine(clip_norm)
         recording = place.recording
         self._recorder = Recorder(recording, self._engine, model) if recording is not None else None
         self._itinerary = Itinerary()
         self._scheduled = 0  # how many steps the scheduler has been told
-        self._held: _Held | None = None
+        self._held: Given | None = None
         self._evaluations: dict[tuple[int, int], int] = {}
+
+    def _open_engine(self, clip_norm: float | None) -> CentralizedEngine:
+        return CentralizedEngine(self._model, self._optimizer, self._place, clip_norm)
 
     # ── what can be asked ────────────────────────────────────────────────────────────────────────────────
 
@@ -106,16 +129,11 @@ class Leased:
         assert turned is not None
         ledger, stop_epoch = turned
         self._engine.expect(_steps_for(ledger, stop_epoch))
-        ahead = Ahead(feed, ledger, depth=prefetch)
+        ahead = Ahead(feed, ledger, depth=prefetch * self._at_once)
         try:
-            while isinstance(answer := self._engine.ask(self._itinerary.chapter, ledger, stop_epoch), Ticket):
-                self._catch_up(answer.step)
-                ahead.want([self._request(answer), *self._guess(answer, ledger)])
-                micro_batches = ahead.take(*self._request(answer))
-                one = len(micro_batches) == 1 and self._passes.accumulate == 1
-                given = micro_batches[0] if one else MicroBatches(micro_batches)
-                self._held = _Held(answer, ledger, ahead, micro_batches, given)
-                yield given
+            while isinstance(answer := self._next(ledger, stop_epoch, ahead), Given):
+                self._held = answer
+                yield answer.given
                 if self._held is not None:
                     raise PacelineError(
                         "a batch was drawn and never trained on: give every batch to trainer.step, or end the loop"
@@ -123,6 +141,23 @@ class Leased:
             self._ended(answer)
         finally:
             ahead.close()
+
+    def _next(self, ledger: Ledger, stop_epoch: int, ahead: Ahead) -> Given | Ended:
+        answer = self._engine.ask(self._itinerary.chapter, ledger, stop_epoch)
+        return answer if isinstance(answer, Ended) else self._load([answer], ledger, ahead)[0]
+
+    def _load(self, tickets: Sequence[Ticket], ledger: Ledger, ahead: Ahead) -> list[Held]:
+        """The batches of some tickets."""
+        self._catch_up(tickets[0].step)
+        guesses = [guess for ticket in tickets for guess in self._guess(ticket, ledger)]
+        ahead.want([*map(self._request, tickets), *guesses])
+        found = []
+        for ticket in tickets:
+            micro_batches = ahead.take(*self._request(ticket))
+            one = len(micro_batches) == 1 and self._passes.accumulate == 1
+            given = micro_batches[0] if one else MicroBatches(micro_batches)
+            found.append(Held(given, ticket, ledger, ahead, micro_batches))
+        return found
 
     def _ended(self, ended: Ended) -> None:
         self._catch_up(ended.step)
@@ -152,22 +187,11 @@ class Leased:
 
     def step(self, batch: Any) -> float:
         held = self._held
-        if held is None:
-            raise PacelineError("trainer.step was given a batch that trainer.batches did not yield just now")
-        changed = batch is not held.given
-        if changed:
-            held.micro_batches = list(batch) if isinstance(held.given, MicroBatches) else [batch]
-
-        def compute(ticket: Ticket) -> Computed:
-            if ticket != held.ticket:
-                if changed:
-                    raise PacelineError(
-                        "a replica died and its samples cannot be computed, because the batch given to trainer.step "
-                        "is not the one that trainer.batches yielded: transform it in the dataset or in the loss"
-                    )
-                held.ticket, held.micro_batches = ticket, held.ahead.take(*self._request(ticket))
-            return self._compute(held)
-
+        if not isinstance(held, Held):
+            raise PacelineError(NOT_YIELDED)
+        held.take(batch)
+        seed = mixed(held.ledger.seed, held.ticket.step, held.ticket.part)
+        compute = self._computing(held, self._passes, self._model, self._engine.client, seed)
         closed = self._engine.step(held.ticket, compute)
         self._held = None
         self._catch_up(self._engine.steps)
@@ -175,21 +199,35 @@ class Leased:
             self._recorder.step_closed(closed.loss)
         return closed.loss
 
-    def _compute(self, held: _Held) -> Computed:
-        _epoch, runs = self._request(held.ticket)
-        sizes = [len(run) for run in runs]
-        loss = self._passes.run(
-            self._model,
-            held.micro_batches,
-            sizes,
-            whole=sum(sizes),
-            number=held.ticket.step,
-            seed=mixed(held.ledger.seed, held.ticket.step, held.ticket.part),
-            around=lambda _, is_last: self._engine.one_pass(is_last=is_last, among=[0]),
-        )
-        return Computed(loss, sum(sizes))
+    def _computing(
+        self, held: Held, passes: Passes, model: nn.Module, client: Client, seed: int | None
+    ) -> Callable[[Ticket], Computed]:
+        """Forward and backward of a ticket, on what the user has made of its batch."""
+
+        def around(_: int, is_last: bool) -> AbstractContextManager[None]:
+            client.collector.last_pass(is_last)
+            return nullcontext()
+
+        def compute(ticket: Ticket) -> Computed:
+            if ticket != held.ticket:
+                if held.changed:
+                    raise PacelineError(
+                        "a replica died and its samples cannot be computed, because the batch given to trainer.step "
+                        "is not the one that trainer.batches yielded: transform it in the dataset or in the loss"
+                    )
+                held.ticket, held.micro_batches = ticket, held.ahead.take(*self._request(ticket))
+            _epoch, runs = self._request(held.ticket)
+            sizes = [len(run) for run in runs]
+            whole, number = sum(sizes), held.ticket.step
+            loss = passes.run(model, held.micro_batches, sizes, whole=whole, number=number, seed=seed, around=around)
+            return Computed(loss, whole)
+
+        return compute
 
     # ── evaluation ───────────────────────────────────────────────────────────────────────────────────────
+
+    def rest(self) -> None:
+        """It works only while it is called."""
 
     def evaluate(self, measure: Measure, length: int) -> Any:
         name = self._itinerary.next_evaluation_of_script()
@@ -205,7 +243,7 @@ class Leased:
             notes = {
                 **self._notes(books),
                 **training_state.schedule_and_options(self._optimizer, self._scheduler),
-                "configuration": {"replicas": self._place.world, "accumulate": self._passes.accumulate},
+                "configuration": {"replicas": self._place.strategy.replicas, "accumulate": self._passes.accumulate},
                 "numbers": numbers,
                 "random": training_state.random_notes(),
             }

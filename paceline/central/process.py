@@ -12,6 +12,7 @@ from types import FrameType
 import msgspec
 
 from paceline.central.server import Server
+from paceline.errors import PacelineError
 from paceline.exchange.secure import Keys, read_token
 from paceline.launch.replica import die_with_parent
 from paceline.launch.servers import SERVER_VARIABLE, ServerSetting
@@ -34,6 +35,10 @@ def main() -> None:
         server.stop()
 
     signal.signal(signal.SIGTERM, stop)
+    try:
+        server.recover()
+    except PacelineError as error:
+        sys.exit(str(error))
     server.run()
     sys.stdout.flush()
     os._exit(0)  # threads may be inside torch

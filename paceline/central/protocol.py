@@ -13,6 +13,9 @@ from paceline.central.shards import Option, Spec
 from paceline.rules import Rule, Sync
 
 Run = tuple[int, int]
+# Tasks that are of no use once a step has been made:
+FILL = "fill"  # to give a new container its values
+RESUME = "resume "  # to give it those of a checkpoint (the name goes on)
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -40,6 +43,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     clip_norm: float | None = None
     durability: str = "none"
     recording: bool = False  # keep the summed gradients of the last step
+    run: str = ""  # which run this is: a container is trained by one at a time
     timeout_s: float = 600.0
 
 
@@ -64,6 +68,7 @@ class Fill(Message, frozen=True, kw_only=True):
     container: str
     buffers: list[tuple[str, str, tuple[int, ...]]] = []
     frozen: list[tuple[str, str, tuple[int, ...]]] = []
+    keys: list[tuple[str, str]] = []  # the model's state_dict: each key, and the name of the tensor that it is
 
 
 class Push(Message, frozen=True, kw_only=True):
@@ -117,6 +122,7 @@ class Ask(Message, frozen=True, kw_only=True):
     batch_size: int
     left_out: int
     stop_epoch: int
+    at_once: bool = False  # answer now, also if there is nothing to do yet
 
 
 class Report(Message, frozen=True, kw_only=True):
@@ -172,7 +178,14 @@ class SetRule(Message, frozen=True, kw_only=True):
 
 
 class Buffers(Message, frozen=True, kw_only=True):
-    """The merged buffers of the last step. Reply's body: those."""
+    """The merged buffers of the last step, or the parameters that are not trained. Reply's body: those."""
+
+    container: str
+    frozen: bool = False
+
+
+class Describe(Message, frozen=True, kw_only=True):
+    """What a container holds, how it is spread, who trains it."""
 
     container: str
 
@@ -231,12 +244,18 @@ class Containers(Message, frozen=True, kw_only=True):
 
 
 class Drop(Message, frozen=True, kw_only=True):
+    """Forget a container. Its chief refuses while replicas are there, unless forced."""
+
     container: str
+    force: bool = False
 
 
 class Copy(Message, frozen=True, kw_only=True):
+    """Make another container out of one, all at one step; said to the chief, and by it to the other servers."""
+
     container: str
     to: str
+    number: int = 0  # of the frozen copy to take; the chief makes it
 
 
 Request = (
@@ -255,6 +274,7 @@ Request = (
     | Stop
     | SetRule
     | Buffers
+    | Describe
     | Freeze
     | Frozen
     | Thaw
@@ -286,6 +306,7 @@ class Opened(Message, frozen=True, kw_only=True):
     step: int
     filled: bool
     arena: tuple[int, int] | None  # process and descriptor, if memory can be shared
+    reopened: bool = False  # an earlier run has left what is there
     tables: list[tuple[int, int]] = []  # the same of every table
 
 
@@ -303,6 +324,7 @@ class Ticket(Message, frozen=True, kw_only=True):
     part: int
     exact: bool
     sync: bool  # the rule under which it was handed out
+    needed: int = 1  # how many tickets close the step
 
 
 class Waiting(Message, frozen=True, kw_only=True):
@@ -381,6 +403,21 @@ class Listed(Message, frozen=True, kw_only=True):
     containers: list[Listing]
 
 
+class Described(Message, frozen=True, kw_only=True):
+    """A container, as one of its servers sees it. The chief knows the fields below `addresses`."""
+
+    spec: Spec
+    server: int
+    step: int
+    addresses: list[str]  # of all servers, as the replicas know them
+    members: list[int] = []  # replicas that are there
+    rule: Rule = Sync()
+    accepting: int = 0
+    keys: list[tuple[str, str]] = []
+    buffers: list[tuple[str, str, tuple[int, ...]]] = []
+    frozen: list[tuple[str, str, tuple[int, ...]]] = []
+
+
 Reply = (
     Done
     | Refused
@@ -396,4 +433,5 @@ Reply = (
     | Tensors
     | Measured
     | Listed
+    | Described
 )

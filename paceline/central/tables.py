@@ -52,6 +52,10 @@ class Rows:
     ids: torch.Tensor
     values: torch.Tensor
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.ids, self.values
+
 
 @dataclass
 class TableCopy:
@@ -76,12 +80,11 @@ class Table:
         if size > free_memory():
             mib = [f"{bytes_ / 2**20:,.0f} MiB" for bytes_ in (size, free_memory())]
             raise ArenaError(f"the rows of {spec.name} on this server need {mib[0]} and {mib[1]} is free")
-        descriptor = os.memfd_create("paceline-table", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, size)
-        self.arena = Arena.of(descriptor)
+        self.arena = _zeros(size)
         self.weight = table_view(self.arena, self.rows, spec.width)
         self.state: dict[str, torch.Tensor] = {}
         self.steps = 0
+        self.last = Rows(torch.empty(0, dtype=torch.int64), torch.empty(0, spec.width))  # gradient of the last step
         if spec.initialize:
             seed = zlib.crc32(f"{spec.name}/{server}".encode())
             self.weight.normal_(generator=torch.Generator().manual_seed(seed))
@@ -89,11 +92,12 @@ class Table:
     def update(self, given: Sequence[tuple[Rows, float]], options: Options, scale: float) -> None:
         """One step, from the replicas' gradients and what each counts."""
         rows = self.summed(given)
+        self.last = Rows(rows.ids, rows.values.clone()) if scale != 1.0 else rows
         self.steps += 1
         if rows.ids.numel():
             gradient = rows.values.mul_(scale) if scale != 1.0 else rows.values
             if options.get("maximize"):
-                gradient = gradient.neg_()
+                gradient = gradient.neg()
             self._update(self, rows.ids, gradient, options)
 
     def summed(self, given: Sequence[tuple[Rows, float]]) -> Rows:
@@ -111,8 +115,9 @@ class Table:
     def kept(self, key: str, fill: float = 0.0) -> torch.Tensor:
         """A value of state for every row. Zeros take no memory before they are written."""
         if key not in self.state:
-            shape = (self.rows, self.spec.width)
-            self.state[key] = torch.zeros(shape) if fill == 0.0 else torch.full(shape, fill)
+            self.state[key] = table_view(_zeros(self.arena.size), self.rows, self.spec.width)
+            if fill:
+                self.state[key].fill_(fill)
         return self.state[key]
 
     def copy(self) -> TableCopy:
@@ -124,6 +129,13 @@ class Table:
         target[start : start + len(values)] = values
 
 
+def _zeros(size: int) -> Arena:
+    """Memory that is only there where it has been written; `torch.zeros` writes all of it."""
+    descriptor = os.memfd_create("paceline-table", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, size)
+    return Arena.of(descriptor)
+
+
 def table_view(arena: Arena, rows: int, width: int) -> torch.Tensor:
     return arena.view(0, torch.float32, [rows, width])
 
@@ -133,27 +145,32 @@ def table_view(arena: Arena, rows: int, width: int) -> torch.Tensor:
 
 def _decayed(table: Table, ids: torch.Tensor, gradient: torch.Tensor, options: Options) -> torch.Tensor:
     if options.get("weight_decay"):
-        gradient = gradient.add(table.weight[ids], alpha=options["weight_decay"])
+        gradient = gradient.add(table.weight.index_select(0, ids), alpha=options["weight_decay"])
     return gradient
+
+
+def _move(table: Table, ids: torch.Tensor, step: torch.Tensor, rate: float) -> None:
+    # Every row is there once: reading, adding and writing back is faster than index_add_.
+    table.weight.index_copy_(0, ids, table.weight.index_select(0, ids).add_(step, alpha=-rate))
 
 
 def _sgd(table: Table, ids: torch.Tensor, gradient: torch.Tensor, options: Options) -> None:
     gradient = _decayed(table, ids, gradient, options)
     if momentum := options.get("momentum"):
         kept = table.kept("momentum_buffer")
-        moved = kept[ids].mul_(momentum).add_(gradient, alpha=1 - options.get("dampening", 0))
-        kept[ids] = moved
+        moved = kept.index_select(0, ids).mul_(momentum).add_(gradient, alpha=1 - options.get("dampening", 0))
+        kept.index_copy_(0, ids, moved)
         gradient = gradient.add(moved, alpha=momentum) if options.get("nesterov") else moved
-    table.weight.index_add_(0, ids, gradient, alpha=-options["lr"])
+    _move(table, ids, gradient, options["lr"])
 
 
 def _adagrad(table: Table, ids: torch.Tensor, gradient: torch.Tensor, options: Options) -> None:
     gradient = _decayed(table, ids, gradient, options)
     rate = options["lr"] / (1 + (table.steps - 1) * options.get("lr_decay", 0))
     kept = table.kept("sum", options.get("initial_accumulator_value", 0.0))
-    total = kept[ids].addcmul_(gradient, gradient)
-    kept[ids] = total
-    table.weight.index_add_(0, ids, gradient / total.sqrt_().add_(options.get("eps", 1e-10)), alpha=-rate)
+    total = kept.index_select(0, ids).addcmul_(gradient, gradient)
+    kept.index_copy_(0, ids, total)
+    _move(table, ids, gradient / total.sqrt_().add_(options.get("eps", 1e-10)), rate)
 
 
 def _adam(table: Table, ids: torch.Tensor, gradient: torch.Tensor, options: Options) -> None:
@@ -162,19 +179,21 @@ def _adam(table: Table, ids: torch.Tensor, gradient: torch.Tensor, options: Opti
 
 def _adamw(table: Table, ids: torch.Tensor, gradient: torch.Tensor, options: Options) -> None:
     if decay := options.get("weight_decay"):
-        table.weight[ids] = table.weight[ids].mul_(1 - options["lr"] * decay)
+        shrunk = table.weight.index_select(0, ids).mul_(1 - options["lr"] * decay)
+        table.weight.index_copy_(0, ids, shrunk)
     _moments(table, ids, gradient, options)
 
 
 def _moments(table: Table, ids: torch.Tensor, gradient: torch.Tensor, options: Options) -> None:
     first, second = options["betas"]
     kept_mean, kept_square = table.kept("exp_avg"), table.kept("exp_avg_sq")
-    mean = kept_mean[ids].lerp_(gradient, 1 - first)
-    square = kept_square[ids].mul_(second).addcmul_(gradient, gradient, value=1 - second)
-    kept_mean[ids], kept_square[ids] = mean, square
+    mean = kept_mean.index_select(0, ids).lerp_(gradient, 1 - first)
+    square = kept_square.index_select(0, ids).mul_(second).addcmul_(gradient, gradient, value=1 - second)
+    kept_mean.index_copy_(0, ids, mean)
+    kept_square.index_copy_(0, ids, square)
     correction = math.sqrt(1 - second**table.steps) / (1 - first**table.steps)
     step = mean / square.sqrt_().add_(options.get("eps", 1e-8))
-    table.weight.index_add_(0, ids, step, alpha=-options["lr"] * correction)
+    _move(table, ids, step, options["lr"] * correction)
 
 
 LAZY: Mapping[str, Callable[[Table, torch.Tensor, torch.Tensor, Options], None]] = {

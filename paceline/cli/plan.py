@@ -9,6 +9,7 @@ import argparse
 import difflib
 import errno
 import os
+import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -19,8 +20,9 @@ import msgspec
 
 from paceline.errors import InvalidInput, StrategyError
 from paceline.exchange.board import MOST_REPLICAS
+from paceline.exchange.secure import TOKEN, Keys, is_loopback, read_token
 from paceline.launch.emulate import Emulation, check_permission
-from paceline.launch.place import Place
+from paceline.launch.place import Place, ServersPlace, check_container
 from paceline.launch.supervisor import POLICIES
 from paceline.machine import free_memory
 from paceline.rules import Async, Rule, Sync
@@ -35,6 +37,18 @@ _SETTINGS = {
     "master_addr": "rendezvous",
     "master_port": "rendezvous",
 }
+
+_OF_SERVERS = (
+    "accept",
+    "async",
+    "bounded",
+    "stale",
+    "stale_lr",
+    "durability",
+    "warmup_epochs",
+    "warmup_steps",
+    "in_graph",
+)
 
 
 @dataclass(frozen=True)
@@ -52,31 +66,52 @@ class Plan:
     rendezvous: str | None
     emulate: str | None
     given: frozenset[str]  # settings that were not left to their default
+    join: str | None = None  # addresses of servers that run already
+    container: str | None = None  # the run folder's name, if it is not given
+    token: str | None = None
+    keys: str | None = None
 
     @property
     def settings(self) -> dict[str, object]:
-        own = {name: value for name, value in asdict(self).items() if name not in ("strategy", "given")}
+        hidden = ("strategy", "given", *(() if self.join is not None else ("join", "container", "token", "keys")))
+        own = {name: value for name, value in asdict(self).items() if name not in hidden}
         chosen = msgspec.structs.asdict(self.strategy)
         rule = chosen.pop("rule", None)
-        return {**own, **chosen, **({"rule": _in_words(rule)} if rule is not None else {})}
+        return {**own, **chosen, **({"rule": in_words(rule)} if rule is not None else {})}
+
+    @property
+    def processes(self) -> int:
+        """How many replica processes there are on all hosts."""
+        return 1 if getattr(self.strategy, "in_graph", False) else self.strategy.replicas
 
     def place(self, run_folder: Path) -> Place:
         """Replica 0's on this host."""
+        servers = None
+        if self.join is not None:
+            servers = ServersPlace(
+                addresses=self.join.split(","),
+                container=check_container(self.container or run_folder.name),
+                token_folder=str(token_folder(self.token).resolve()) if self.token is not None else None,
+                keys=str(Path(self.keys).resolve()) if self.keys is not None else None,
+                # Hosts of one run have their rendezvous in common, and nothing else.
+                run=self.rendezvous if self.rendezvous is not None else secrets.token_hex(8),
+            )
         return Place(
             replica=0,
-            replicas=self.strategy.replicas // self.hosts,
+            replicas=self.processes // self.hosts,
             host=self.host,
             hosts=self.hosts,
             rendezvous=self.rendezvous,
             run_folder=str(run_folder.resolve()),
             save_on_stop=self.save_on_stop,
             strategy=self.strategy,
+            servers=servers,
         )
 
 
-def _in_words(rule: Rule) -> str:
+def in_words(rule: Rule) -> str:
     """
-    >>> _in_words(Sync(18)), _in_words(Async(bound=3))
+    >>> in_words(Sync(18)), in_words(Async(bound=3))
     ('sync, accept 18', 'async, bound 3')
     """
     fields = dict(msgspec.structs.asdict(rule).items())
@@ -89,7 +124,12 @@ def resolve(options: argparse.Namespace) -> Plan:
     """The plan behind the flags; a sentence for whatever is wrong with them."""
     given = {name: value for name, value in vars(options).items() if value is not None}
     hosts = Emulation.parse(given["emulate"]).hosts if "emulate" in given else given.get("hosts", 1)
+    _check_join(given, hosts)
     strategy = _strategy(given, _count_replicas(given, hosts))
+    if hosts > 1 and given.get("in_graph"):
+        raise StrategyError(
+            "in-graph", "set", f"one process has all replicas, but there are {hosts} hosts, leave it out"
+        )
     on_failure = one_of("on-failure", given.get("on_failure", "continue" if hosts == 1 else "stop"), POLICIES)
     if hosts > 1 and on_failure != "stop":
         raise StrategyError("on-failure", on_failure, "between several hosts no death is survived yet: give stop")
@@ -104,27 +144,88 @@ def resolve(options: argparse.Namespace) -> Plan:
         host=_which_host(given, hosts),
         rendezvous=_rendezvous(given, hosts, strategy),
         emulate=given.get("emulate"),
+        join=",".join(addresses("join", given["join"])) if "join" in given else None,
+        container=given.get("container"),
+        token=given.get("token"),
+        keys=given.get("keys"),
         given=frozenset(_SETTINGS.get(name, name) for name in given),
     )
 
 
+def _check_join(given: Mapping[str, Any], hosts: int) -> None:
+    if "join" not in given:
+        for flag in ("container", "token", "keys"):
+            if flag in given:
+                raise StrategyError(flag, given[flag], "it belongs to servers that run already, give --join ADDRESSES")
+        return
+    if "servers" in given:
+        raise StrategyError("servers", given["servers"], "--join uses servers that run already, leave it out")
+    if "token" not in given and "keys" not in given:
+        raise StrategyError(
+            "join", given["join"], "say how to be let in, --token with the servers' folder, or --keys with keys"
+        )
+    if hosts > 1 and "container" not in given:
+        raise StrategyError("nnodes", hosts, "give every host the same name of a container, --container NAME")
+    if "container" in given:
+        check_container(given["container"])
+
+
+def addresses(field: str, text: str) -> list[str]:
+    """
+    >>> addresses("join", "127.0.0.1:7070, node1:7070")
+    ['127.0.0.1:7070', 'node1:7070']
+    """
+    found = [address.strip() for address in text.split(",")]
+    for address in found:
+        host, colon, port = address.rpartition(":")
+        if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+            raise StrategyError(field, text, "give addresses with ports, such as 127.0.0.1:7070,127.0.0.1:7071")
+    if len(set(found)) < len(found):
+        raise StrategyError(field, text, "an address is there twice, give every server once")
+    return found
+
+
+def token_folder(given: str) -> Path:
+    """The folder in which the token is, from that folder or from the file itself."""
+    path = Path(given)
+    return path.parent if path.name == TOKEN and path.is_file() else path
+
+
 def _strategy(given: Mapping[str, Any], replicas: int) -> Strategy:
     common = {name: given[name] for name in ("wire", "exchange", "timeout_s") if name in given}
+    if "only" in given:
+        return _with_tables_on_servers(given, replicas)
     if "servers" in given or "join" in given:
         if "batchnorm" in given and given["batchnorm"] != "local":
             raise StrategyError("batchnorm", given["batchnorm"], "with servers statistics are local, leave it out")
         centralized = ("servers", "durability", "warmup_steps", "warmup_epochs", "in_graph")
+        joined: dict[str, Any] = {"servers": len(addresses("join", given["join"]))} if "join" in given else {}
         return Centralized(
             replicas=replicas,
             rule=_rule(given),
             **common,
+            **joined,
             **{name: given[name] for name in centralized if name in given},
         )
-    for flag in ("accept", "async", "bounded", "stale", "stale_lr", "durability", "warmup_epochs", "warmup_steps"):
+    for flag in _OF_SERVERS:
         if given.get(flag) not in (None, False):
             value = "set" if given[flag] is True else given[flag]
             raise StrategyError(flag.replace("_", "-"), value, "it needs servers, give --servers 1 or more")
     return Mirrored(replicas=replicas, **common, **{"batchnorm": given["batchnorm"]} if "batchnorm" in given else {})
+
+
+def _with_tables_on_servers(given: Mapping[str, Any], replicas: int) -> Mirrored:
+    one_of("only", given["only"], ("sparse",))
+    if "servers" not in given:
+        raise StrategyError("only", given["only"], "say how many servers hold the tables, --servers 1 or more")
+    for flag in (*_OF_SERVERS, "join"):
+        if given.get(flag) not in (None, False):
+            value = "set" if given[flag] is True else given[flag]
+            raise StrategyError(flag.replace("_", "-"), value, "with --only sparse replicas are mirrored, leave it out")
+    if given.get("hosts", 1) > 1 or "emulate" in given:
+        raise StrategyError("only", given["only"], "tables on servers work on one host so far")
+    common = {name: given[name] for name in ("wire", "exchange", "timeout_s", "batchnorm", "servers") if name in given}
+    return Mirrored(replicas=replicas, **common)
 
 
 def _rule(given: Mapping[str, Any]) -> Rule:
@@ -210,7 +311,15 @@ def check_script(script: str) -> None:
 def check(plan: Plan, *, inside: bool) -> None:
     if plan.save_on_stop is not None and not Path(plan.save_on_stop).absolute().parent.is_dir():
         raise InvalidInput("save-on-stop", plan.save_on_stop, "its folder does not exist, make it first")
-    _check_memory(plan.strategy.replicas if plan.emulate else plan.strategy.replicas // plan.hosts)
+    if plan.token is not None:
+        read_token(token_folder(plan.token))
+    if plan.keys is not None:
+        Keys.load(Path(plan.keys)).check("client")
+    if plan.join is not None and plan.keys is None:
+        for address in plan.join.split(","):
+            if not is_loopback(address.rpartition(":")[0]):
+                raise StrategyError("join", address, "beyond this machine give --keys, made by paceline keys make")
+    _check_memory(plan.processes if plan.emulate else plan.processes // plan.hosts)
     if plan.rendezvous is not None and plan.host == 0:
         _check_port(plan.rendezvous)
     if plan.emulate is not None and not inside:

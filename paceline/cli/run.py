@@ -44,6 +44,8 @@ examples:
   paceline run train.py --save-on-stop last.safetensors      Ctrl-C ends after the step, and saves
   paceline run train.py --replicas 4 --emulate hosts=2,link=1gbit --wire bf16
                                                              as on two machines (needs root)
+  paceline run train.py --replicas 2 --join 127.0.0.1:7070 --token servers/0 --container digits
+                                                             parameters stay on a server that runs already
 on two machines, with torchrun's flags; this is the first of them, the other is --node-rank 1:
   paceline run train.py --nnodes 2 --nproc-per-node 2 --node-rank 0 --rdzv-endpoint 10.0.0.1:29500
 """
@@ -58,6 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     add_strategy_arguments(parser)
     add_server_arguments(parser)
+    joined = parser.add_argument_group("servers that run already (paceline server)")
+    joined.add_argument("--join", metavar="ADDRESSES", help="where they are, such as 127.0.0.1:7070,127.0.0.1:7071")
+    joined.add_argument("--container", metavar="NAME", help="of the parameters, default the run folder's name")
+    joined.add_argument("--token", metavar="PATH", help="their token: the file, or the --dir it is in")
+    joined.add_argument("--keys", metavar="FOLDER", help="instead of a token, on other machines (paceline keys)")
     faults = parser.add_argument_group("when something happens")
     faults.add_argument("--on-failure", metavar="POLICY", help="of a killed replica: continue (default), restart, stop")
     faults.add_argument("--max-restarts", type=whole("max-restarts", 0), metavar="N", help="default 10")
@@ -100,6 +107,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     """Parameters on servers, and when they are updated."""
     group = parser.add_argument_group("parameters on servers")
     group.add_argument("--servers", type=whole("servers", 1), metavar="N", help="processes that own the parameters")
+    group.add_argument("--only", metavar="WHAT", help="sparse: only nn.Embedding(sparse=True), the rest is mirrored")
     group.add_argument("--accept", metavar="K", help="close a step with the first K replicas; auto: by measurement")
     group.add_argument("--async", action="store_true", default=None, help="update at each replica's report")
     group.add_argument(
@@ -140,7 +148,7 @@ def _run_here(plan: Plan, path: Path, options: argparse.Namespace) -> int:
         on_failure=plan.on_failure,
         max_restarts=plan.max_restarts,
         shown=plan.host == 0,
-        servers=getattr(plan.strategy, "servers", 0),
+        servers=0 if plan.join is not None else getattr(plan.strategy, "servers", 0),
         container=path.name,
     )
     began = time.time()

@@ -14,10 +14,11 @@ from collections.abc import Mapping
 
 import msgspec
 
-from paceline.errors import LaunchError
+from paceline.errors import InvalidInput, LaunchError
 from paceline.strategy import Mirrored, Strategy
 
 PLACE_VARIABLE = "PACELINE_PLACE"
+MOST_NAME = 100  # letters of a container's name
 
 
 class Recording(msgspec.Struct, frozen=True):
@@ -34,6 +35,16 @@ class ServersPlace(msgspec.Struct, frozen=True, kw_only=True):
     container: str
     token_folder: str | None = None  # where the token is
     keys: str | None = None  # folder with keys for TLS
+    run: str = ""  # which of those that come to running servers this is
+
+
+def check_container(name: str) -> str:
+    """A container's name: it is shown in lists, and files are named after it."""
+    if not (0 < len(name) <= MOST_NAME and name.isprintable() and "/" not in name and not name.startswith(".")):
+        raise InvalidInput(
+            "container", name[:MOST_NAME], f"give up to {MOST_NAME} letters without /, the first of them not a dot"
+        )
+    return name
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):

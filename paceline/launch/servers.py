@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -114,10 +115,13 @@ class LocalServers:
             return (self._folder / f"server-{number}.log").read_text(errors="replace")[-4096:]
         return ""
 
-    def close(self) -> None:
+    def close(self, *, forget: bool) -> None:
+        """End all. `forget`: what they have written to go on from is not needed any more."""
         for server in list(self.living.values()):
             server.send(signal.SIGKILL)
             server.reap()
         self.living.clear()
+        for number in range(self.count) if forget else ():
+            shutil.rmtree(self._folder / f"server-{number}", ignore_errors=True)
         for listener in self._listeners:
             listener.close()

@@ -128,7 +128,7 @@ class Supervisor:
                 for replica in list(self._living.values()):
                     self._drop(replica)
                 if self._servers is not None:
-                    self._servers.close()
+                    self._servers.close(forget=self._final_exit_code() == 0)
                 self._selector.close()
         outcome = Outcome(
             exit_code=self._final_exit_code(),
@@ -192,7 +192,7 @@ class Supervisor:
     # ── processes ────────────────────────────────────────────────────────────────────────────────────────
 
     def _start(self, row: int) -> None:
-        again = self._board.get(row, Word.INCARNATION) > 1
+        again = self._board.get(row, Word.INCARNATION) % 2 == 0
         if again:
             self._board.declare_started_again(row)
             self._joining.add(row)
@@ -298,8 +298,15 @@ class Supervisor:
             self._due[row] = when
             return f"it is started again{soon} {counted}"
         self._drop_latecomers()
+        board = Board.create(self._job.place.replicas, supervised=True)
+        if self._place.servers is not None:
+            # Servers have not forgotten those who died, and must not take the new ones for them.
+            for number in range(self._job.place.replicas):
+                incarnation = self._board.get(number, Word.INCARNATION) + 1
+                board.set(number, Word.INCARNATION, incarnation)
+                board.set(number, Word.ADMITTED, incarnation)
         os.close(self._board.descriptor)
-        self._board = Board.create(self._job.place.replicas, supervised=True)
+        self._board = board
         self._due = dict.fromkeys(range(self._job.place.replicas), when)
         self._shown = 0 if self._job.shown else None
         return f"no replica is left, all start anew{soon} {counted}"

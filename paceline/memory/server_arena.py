@@ -13,6 +13,7 @@ not reserved in advance: `pulled` takes no memory unless it is used.
 from __future__ import annotations
 
 import os
+import time
 from functools import partial
 
 import torch
@@ -74,9 +75,12 @@ class ServerArena:
 
     # ── reading while the server writes ──────────────────────────────────────────────────────────────────
 
-    def copy_parameters(self, into: torch.Tensor) -> int:
-        """Copy what the server has, every chunk as it was at one moment; the version it had at the beginning."""
-        version = self.version
+    def copy_parameters(self, into: torch.Tensor, patience_s: float = 1.0) -> int | None:
+        """Copy what the server has, every chunk as it was at one moment; the version it had at the beginning.
+
+        None, if a chunk is not finished for so long: its server may have died in the middle of it.
+        """
+        version, give_up = self.version, time.monotonic() + patience_s
         for number, chunk in enumerate(self.layout.chunks, 1):
             while True:
                 before = self.words[number]
@@ -84,6 +88,8 @@ class ServerArena:
                     into[chunk.start : chunk.stop] = self.parameters[chunk.start : chunk.stop]
                     if self.words[number] == before:
                         break
+                if time.monotonic() > give_up:
+                    return None
                 os.sched_yield()
         return version
 

@@ -83,6 +83,9 @@ class Engine(Protocol):
     def optimizer_state(self) -> StateByName:
         """Whole-tensor optimizer state, by parameter name."""
 
+    def model_state(self) -> dict[str, torch.Tensor]:
+        """The model's own state_dict."""
+
     def take_state(self, model: dict[str, torch.Tensor], optimizer: StateByName) -> None:
         """Take over parameters, buffers and optimizer state, e.g. from a checkpoint."""
 

@@ -14,6 +14,7 @@ before they update. Between hosts a death is not survived: the hosts that are le
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from paceline.central.only_tables import TablesOnServers
 from paceline.errors import DataError, ModelError
 from paceline.exchange.board import Board, HostWord, Kind, Members, Phase, Word
 from paceline.exchange.links import Links
@@ -44,7 +46,12 @@ class MirroredEngine:
     """One replica among several that share a model."""
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, place: Place, board: Board, links: Links | None = None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        place: Place,
+        board: Board,
+        links: Links | None = None,
     ) -> None:
         self._model = model
         self._board = board
@@ -55,6 +62,7 @@ class MirroredEngine:
         self.gradients_ready: Callable[[], None] | None = None
         self.notes_for_joining: Callable[[], dict[str, Any]] = dict
         announce(board, self._replica)
+        self._tables = _open_tables(model, optimizer, place, board)
         board.host_set(HostWord.FIRST_REPLICA, place.host * place.replicas)
         self._shared = SharedModel(model, optimizer, self._together, several_hosts=links is not None)
         self._shared.join() if self.joining else self._shared.share()
@@ -150,11 +158,15 @@ class MirroredEngine:
             if self._courier is not None:
                 self._courier.begin(members)
             self._collector.begin()
+            if self._tables is not None:
+                self._tables.begin()
             computed = compute(self._share(members))
             used = self._collector.finish()
             self._arena.touched[me, : len(used)] = torch.tensor(used, dtype=torch.uint8)
             if self._courier is not None:
                 self._courier.all_landed()
+            if self._tables is not None:
+                self._tables.push(number)
             self._report(computed)
             if members.chief == me:
                 self._chief_duties(members)
@@ -175,14 +187,19 @@ class MirroredEngine:
             self._courier.finish()
             board.enter(me, Phase.UPDATING)
         self._owner.begin(self._touched)
+        scale = 1.0
+        if clip_norm is not None:
+            length = self._owner.norm(members)
+            if self._tables is not None:
+                length = math.sqrt(length**2 + self._tables.squared_norm(number, members.ranks))
+            scale = min(1.0, clip_norm / (length + 1e-6))
+        if self._tables is not None:
+            self._tables.make(number, members.ranks, scale)
         if self.gradients_ready is not None:
             if self._links is not None:  # the sums of the other owners' shards have to be back too
                 self._together.meet(Kind.UPDATE, Phase.AWAITING_HOSTS)
             if members.chief == me:
                 self.gradients_ready()
-        scale = 1.0
-        if clip_norm is not None:
-            scale = min(1.0, clip_norm / (self._owner.norm(members) + 1e-6))
         self._owner.update(members, scale)
         if self._links is not None:
             self._links.commit()
@@ -292,7 +309,7 @@ class MirroredEngine:
     def gradients(self) -> dict[str, torch.Tensor]:
         """The step's summed gradients by parameter name, while the step is open."""
         op = self._board.get(self._replica, Word.OP)
-        found = {}
+        found = self._tables.gradients() if self._tables is not None else {}
         for number, slot in enumerate(self._shared.layout.slots):
             if slot.group is not None and self._touched[number]:
                 ranks = self._board.members(self._replica, op).ranks
@@ -304,16 +321,28 @@ class MirroredEngine:
 
     def optimizer_state(self) -> StateByName:
         slots = self._shared.layout.slots
-        return {slots[number].name: state for number, state in self._optimizer.give_state().items()}
+        held = self._tables.read()[1] if self._tables is not None else {}
+        return held | {slots[number].name: state for number, state in self._optimizer.give_state().items()}
+
+    def model_state(self) -> dict[str, torch.Tensor]:
+        state = own_state(self._model).state_dict()
+        return state | self._tables.read()[0] if self._tables is not None else state
 
     def take_state(self, model: dict[str, torch.Tensor], optimizer: StateByName) -> None:
+        model, optimizer = dict(model), dict(optimizer)
+        tables = self._tables.names if self._tables is not None else set()
+        own = {name: model.pop(name) for name in tables}, {name: optimizer.pop(name, {}) for name in tables}
         numbers = {slot.name: number for number, slot in enumerate(self._shared.layout.slots)}
         # Buffers are every replica's own; parameters and optimizer state lie once, and the chief fills them in.
         shared = {slot.name for slot in self._shared.layout.slots}
         own_state(self._model).load_state_dict({k: v for k, v in model.items() if k not in shared}, strict=False)
 
         def fill() -> None:
-            own_state(self._model).load_state_dict(model)
+            missing = own_state(self._model).load_state_dict(model, strict=not tables).missing_keys
+            if sorted(missing) != sorted(tables):
+                raise ModelError("model", sorted(set(missing) - tables)[0], "it is not in the checkpoint")
+            if self._tables is not None:
+                self._tables.put(*own)
             self._optimizer.take_state({numbers[name]: state for name, state in optimizer.items()})
 
         self._together.once(fill)
@@ -323,6 +352,15 @@ class MirroredEngine:
         self._collector.close()
         self._undo_exact()
         self._arena.arena.close()
+        if self._tables is not None:
+            self._tables.close()
+
+
+def _open_tables(model: nn.Module, optimizer: Optimizer, place: Place, board: Board) -> TablesOnServers | None:
+    if place.servers is None:
+        return None
+    number, incarnation = board.get(place.replica, Word.ARENAS) + 1, board.get(place.replica, Word.INCARNATION)
+    return TablesOnServers(model, optimizer, place, number, incarnation)
 
 
 def _different_options(one: str, other: str) -> ModelError:

@@ -39,7 +39,11 @@ def grouped_parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str
             groups[parameter] = number
     if not groups:
         raise ModelError("optimizer", type(optimizer).__name__, "it holds no parameters; give it some to train")
-    return [(name, parameter, groups.get(parameter)) for name, parameter in own_state(model).named_parameters()]
+    return [
+        (name, parameter, groups.get(parameter))
+        for name, parameter in own_state(model).named_parameters()
+        if not hasattr(parameter, "on_servers")  # a table that servers hold
+    ]
 
 
 def buffers_of(model: nn.Module) -> list[torch.Tensor]:

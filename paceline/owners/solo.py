@@ -59,7 +59,8 @@ class Solo:
         """The step's gradients by parameter name, while the step is open."""
         names = parameter_names(self._model)
         trained = [p for group in self._optimizer.param_groups for p in group["params"]]
-        return {names[p]: p.grad.clone() for p in trained if p.grad is not None}
+        found = {names[p]: p.grad for p in trained if p.grad is not None}
+        return {name: grad.to_dense() if grad.is_sparse else grad.clone() for name, grad in found.items()}
 
     def optimizer_state(self) -> StateByName:
         names = parameter_names(self._model)
@@ -68,6 +69,9 @@ class Solo:
             for p, state in self._optimizer.state.items()
             if state
         }
+
+    def model_state(self) -> dict[str, torch.Tensor]:
+        return own_state(self._model).state_dict()
 
     def take_state(self, model: dict[str, torch.Tensor], optimizer: StateByName) -> None:
         own_state(self._model).load_state_dict(model)

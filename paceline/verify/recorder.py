@@ -12,7 +12,7 @@ from torch import nn
 
 from paceline.launch.place import Recording
 from paceline.owners.engine import StateByName
-from paceline.training_state import flatten, model_tensors
+from paceline.training_state import flatten
 
 
 class Recorded(Protocol):
@@ -24,6 +24,8 @@ class Recorded(Protocol):
     def chief(self) -> bool: ...
 
     def gradients(self) -> dict[str, torch.Tensor]: ...
+
+    def model_state(self) -> dict[str, torch.Tensor]: ...
 
     def optimizer_state(self) -> StateByName: ...
 
@@ -47,7 +49,7 @@ class Recorder:
         if self._engine.chief:
             tensors = {"loss": torch.tensor(loss, dtype=torch.float64)}
             tensors |= {f"gradient/{name}": value for name, value in self._gradients.items()}
-            tensors |= {f"model/{name}": value for name, value in model_tensors(self._model).items()}
+            tensors |= {f"model/{name}": value for name, value in self._engine.model_state().items()}
             tensors |= flatten(self._engine.optimizer_state())[0]
             whole = {name: value.detach().clone().contiguous() for name, value in tensors.items()}
             save_file(whole, Path(self._recording.folder) / f"step-{self._steps:04d}.safetensors")

@@ -170,6 +170,24 @@ def whole_tensors() -> Case:
     return Case(model, optimizer, _cross_entropy, (_numbers(48, 20), _labels(48, 5)), 16, clip_norm=1.0)
 
 
+class Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(60, 12, sparse=True, padding_idx=0)
+        self.last = nn.Linear(12, 4)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.last(self.table(words).mean(1))  # type: ignore[no-any-return]
+
+
+def sparse_table() -> Case:
+    """Gradients of a few rows, the same row used by several samples, one that gets none."""
+    model = Bag()
+    words = torch.randint(60, (44, 5), generator=torch.Generator().manual_seed(9))
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    return Case(model, optimizer, _cross_entropy, (words, _labels(44, 4)), 16)
+
+
 def compiled() -> Case:
     """torch.compile wraps the module, and traces forward and backward ahead of time."""
     inner = nn.Sequential(nn.Linear(20, 32, bias=False), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 5))
@@ -186,5 +204,6 @@ MODELS: dict[str, Callable[[], Case]] = {
     "frozen_and_unused": frozen_and_unused,
     "bf16_autocast": bf16_autocast,
     "whole_tensors": whole_tensors,
+    "sparse_table": sparse_table,
     "compiled": compiled,
 }

@@ -1,0 +1,263 @@
+"""`paceline container`: what servers keep, for a person: lists, shows, saves, drops, copies containers.
+
+None of it disturbs a training: `save` and `copy` have the servers keep a copy after one step, and go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from paceline.cli.plan import addresses, in_words, token_folder
+from paceline.errors import InvalidInput
+from paceline.exchange.secure import Keys, is_loopback, read_token
+from paceline.launch.place import check_container
+from paceline.watch.display import put
+
+if TYPE_CHECKING:
+    from paceline.central.protocol import Listing
+    from paceline.central.reader import Reader, Summary
+
+ACTIONS = {"list": (), "show": ("NAME",), "save": ("NAME", "PATH"), "drop": ("NAME",), "copy": ("NAME", "NEW")}
+BAR = 40  # letters of the longest line of a histogram
+
+EXAMPLES = """\
+examples:
+  paceline container list --at 127.0.0.1:7070 --token servers/0
+  paceline container show digits --at 127.0.0.1:7070 --token servers/0
+                                        tensors, where they are, how far training is, how stale its gradients were
+  paceline container save digits model.safetensors --at 127.0.0.1:7070 --token servers/0
+                                        as it is after some step, also while training goes on; loads in plain torch
+  paceline container copy digits digits-tuned --at 127.0.0.1:7070 --token servers/0
+                                        another one to go on from: paceline run … --container digits-tuned
+  paceline container drop digits --at 127.0.0.1:7070 --token servers/0
+
+One address of a container's servers is enough. Servers with keys take --keys FOLDER instead of --token.
+"""
+
+
+# ── what can be typed ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "paceline container {list | show NAME | save NAME PATH | drop NAME | copy NAME NEW} --at ADDRESSES"
+    parser.description = "List, show, save, drop and copy the containers that servers keep."
+    parser.epilog = EXAMPLES
+    parser.add_argument("action", type=_action, metavar="ACTION", help=f"one of {', '.join(ACTIONS)}")
+    parser.add_argument("operands", nargs="*", metavar="NAME", help="what it is about")
+    parser.add_argument("--at", required=True, metavar="ADDRESSES", help="of servers, such as 127.0.0.1:7070")
+    parser.add_argument("--token", metavar="PATH", help="their token: the file, or the --dir it is in")
+    parser.add_argument("--keys", type=Path, metavar="FOLDER", help="instead of a token, on other machines")
+    parser.add_argument("--force", action="store_true", help="of drop: also while replicas train it")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def _action(text: str) -> str:
+    if text not in ACTIONS:
+        near = difflib.get_close_matches(text, ACTIONS, n=1, cutoff=0.5)
+        raise InvalidInput("action", text, f"did you mean {near[0]}?" if near else f"give one of {', '.join(ACTIONS)}")
+    return text
+
+
+def execute(options: argparse.Namespace) -> int:
+    given, wanted = options.operands, ACTIONS[options.action]
+    if len(given) != len(wanted):
+        raise InvalidInput(
+            options.action, " ".join(given), f"give {' '.join(('paceline container', options.action, *wanted))}"
+        )
+    for name, value in zip(wanted, given, strict=True):
+        if name != "PATH":
+            check_container(value)
+    if options.action == "save" and not Path(given[1]).absolute().parent.is_dir():
+        raise InvalidInput("path", given[1], "its folder does not exist, make it first")
+    with _reader(options, given[0] if given else None) as reader:
+        done = _act(reader, options.action, given, force=options.force)
+    if options.json:
+        put(sys.stdout, msgspec.json.encode(done.plain, enc_hook=str) + b"\n")
+    else:
+        done.tell()
+    return 0
+
+
+def _reader(options: argparse.Namespace, container: str | None) -> Reader:
+    at = addresses("at", options.at)
+    if options.token is None and options.keys is None:
+        raise InvalidInput("at", options.at, "say how to be let in, --token with the servers' folder, or --keys")
+    for address in at:
+        if options.keys is None and not is_loopback(address.rpartition(":")[0]):
+            raise InvalidInput("at", address, "beyond this machine give --keys, made by paceline keys make")
+    token = read_token(token_folder(options.token)) if options.token is not None else ""
+    keys = Keys.load(options.keys) if options.keys is not None else None
+    from paceline.central.reader import Reader
+
+    return Reader(at, container, token=token, keys=keys)
+
+
+class _Told:
+    """A sentence, and the same as plain data."""
+
+    def __init__(self, sentence: str, plain: Any) -> None:
+        self.sentence, self.plain = sentence, plain
+
+    def tell(self) -> None:
+        put(sys.stdout, f"{self.sentence}\n".encode())
+
+
+def _act(reader: Reader, action: str, operands: Sequence[str], *, force: bool) -> _Told | _Listed | _Shown:
+    if action == "list":
+        return _Listed(reader.listing())
+    if action == "show":
+        return _Shown(reader.summary())
+    name = operands[0]
+    if action == "save":
+        step, path = reader.save(operands[1]), operands[1]
+        size = Path(path).stat().st_size
+        return _Told(
+            f"{name} after step {step} is in {path}, {_size(size)}",
+            {"container": name, "step": step, "path": path, "bytes": size},
+        )
+    if action == "copy":
+        reader.copy(operands[1])
+        return _Told(f"{name} was copied to {operands[1]}", {"container": name, "copy": operands[1]})
+    reader.drop(force=force)
+    return _Told(f"{name} was dropped", {"container": name, "dropped": True})
+
+
+# ── tables ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Listed:
+    """All containers, a line each."""
+
+    HEADINGS = ("name", "step", "size", "tensors", "optimizer", "replicas", "rule", "loss")
+
+    def __init__(self, listed: list[Listing]) -> None:
+        self.plain = listed
+
+    def tell(self) -> None:
+        rows = [
+            [
+                listed.name,
+                str(listed.step),
+                _size(listed.bytes),
+                str(listed.tensors),
+                listed.optimizer,
+                str(listed.replicas) if listed.rule else "?",  # its chief is elsewhere
+                listed.rule or "?",
+                f"{listed.loss:.4g}" if listed.step and listed.rule else "-",
+            ]
+            for listed in self.plain
+        ]
+        if rows:
+            _table(self.HEADINGS, rows)
+        else:
+            put(sys.stdout, b"no container\n")
+
+
+class _Shown:
+    """One container: what it holds, where, and how its training stands."""
+
+    def __init__(self, summary: Summary) -> None:
+        self._summary = summary
+        books = summary.books
+        self._staleness = {int(key): int(count) for key, count in books["staleness"].items()}
+        self._chapters = [
+            {"length": chapter["length"], "epochs": chapter["finished"], "samples": _counted(chapter)}
+            for _, chapter in sorted(books["chapters"].items(), key=lambda item: int(item[0]))
+        ]
+        loss, samples = books["last"]
+        self.plain = {
+            "name": summary.name,
+            "step": summary.step,
+            "optimizer": summary.optimizer,
+            "rule": in_words(summary.rule),
+            "accepting": summary.accepting,
+            "replicas": summary.replicas,
+            "loss": loss,
+            "batch": samples,
+            "addresses": summary.addresses,
+            "bytes": summary.bytes_by_server,
+            "tensors": summary.tensors,
+            "staleness": self._staleness,
+            "late": books["late"],
+            "dropped": books["dropped"],
+            "datasets": self._chapters,
+        }
+
+    def tell(self) -> None:
+        summary, plain = self._summary, self.plain
+        replicas = ", ".join(map(str, summary.replicas)) or "none"
+        lines = [
+            f"{summary.name}: step {summary.step}, {summary.optimizer}, {_size(sum(summary.bytes_by_server))}",
+            f"rule      {plain['rule']}; {summary.accepting} gradients make a step now",
+            f"replicas  {replicas}",
+            f"last step loss {float(plain['loss'] or math.nan):.4g} over {plain['batch']} samples",
+            f"gradients {plain['late']} late, {plain['dropped']} dropped",
+        ]
+        for number, chapter in enumerate(self._chapters):
+            lines.append(
+                f"dataset {number} of {chapter['length']} samples: {chapter['epochs']} epochs finished, "
+                f"{chapter['samples']} samples counted"
+            )
+        lines += [
+            f"server {number}  {address}  {_size(size)}"
+            for number, (address, size) in enumerate(zip(summary.addresses, summary.bytes_by_server, strict=True))
+        ]
+        most = max(self._staleness.values(), default=0)
+        lines += [
+            f"staleness {staleness:3}  {count:8}  {'#' * math.ceil(BAR * count / most)}"
+            for staleness, count in sorted(self._staleness.items())
+        ]
+        put(sys.stdout, ("\n".join(lines) + "\n").encode())
+        rows = [
+            [
+                tensor.name,
+                " x ".join(map(str, tensor.shape)) or "number",
+                tensor.dtype,
+                "trained" if tensor.trained else "not trained",
+                ", ".join(map(str, tensor.servers)),
+            ]
+            for tensor in summary.tensors
+        ]
+        _table(("tensor", "shape", "type", "", "servers"), rows)
+
+
+def _counted(chapter: dict[str, Any]) -> int:
+    return sum(stop - start for _, start, stop in chapter["counted"])
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """With lines on a terminal; elsewhere plain columns, a line a row."""
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(*headings)
+        for row in rows:
+            table.add_row(*map(Text, row))
+        Console().print(table)
+        return
+    columns = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    lines = [
+        "  ".join(f"{cell:{width}}" for cell, width in zip(row, columns, strict=True)) for row in (headings, *rows)
+    ]
+    put(sys.stdout, "".join(f"{line.rstrip()}\n" for line in lines).encode())
+
+
+def _size(size: int) -> str:
+    """
+    >>> _size(1500), _size(41_500_000)
+    ('1.5 kB', '41.5 MB')
+    """
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size} B"

@@ -1,0 +1,174 @@
+"""Asynchronous trainings, one after another, each told by what every replica saw of it, for `test_async.py`.
+
+All of them are done in one launch, each with a trainer of its own: starting torch takes longer than any of them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import paceline as pl
+from paceline.rules import Async, Rule, Sync
+
+WORK_S = 0.06  # of one of several equal replicas
+DRAW = torch.Generator().manual_seed(5)
+X = torch.randn(240, 6, generator=DRAW)
+Y = X @ torch.randn(6, 1, generator=DRAW) + 0.5
+
+
+def regression(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    x, y = batch
+    return F.mse_loss(model(x), y)
+
+
+class Sum(nn.Module):
+    """Its gradient is 1 wherever it stands: where it gets to, says what every gradient counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.at.sum() + 0.0 * x.mean()
+
+
+def together(trainer: pl.Trainer) -> None:
+    """Go on when all replicas have come to this trainer."""
+    number = sum(path.name.endswith(f"-{trainer.replica}") for path in Path().glob("trainer-*"))
+    Path(f"trainer-{number}-{trainer.replica}").touch()
+    while len(list(Path().glob(f"trainer-{number}-*"))) < trainer.replicas:
+        time.sleep(0.002)
+
+
+def books(trainer: pl.Trainer) -> dict[str, Any]:
+    return trainer._course._engine.books()  # type: ignore[attr-defined]
+
+
+def told(trainer: pl.Trainer, **more: Any) -> dict[str, Any]:
+    notes = books(trainer)
+    return {
+        "steps": notes["step"],
+        "staleness": {int(key): count for key, count in notes["staleness"].items()},
+        "dropped": notes["dropped"],
+        "late": notes["late"],
+        "ledger": trainer.ledger.check(),
+        **more,
+    }
+
+
+def new_regression(rule: Rule, loss: Any = regression) -> pl.Trainer:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 1)
+    trainer = pl.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.05), loss)
+    trainer.rule = rule
+    together(trainer)
+    return trainer
+
+
+def converges() -> dict[str, Any]:
+    trainer = new_regression(Async())
+    for batch in trainer.batches((X, Y), 8, epochs=8):
+        trainer.step(batch)
+    mean = trainer.evaluate((X, Y), lambda model, batch: regression(model, batch).item())
+    return told(trainer, loss=mean)
+
+
+def equal_replicas(count: int) -> Callable[[], dict[str, Any]]:
+    """Of the replicas only so many train, and take equally long. They take turns: of those that report at one moment,
+    each would see the updates of all before it pulls."""
+
+    def slow(model: nn.Module, batch: Any) -> torch.Tensor:
+        time.sleep(WORK_S)
+        return regression(model, batch)
+
+    def case() -> dict[str, Any]:
+        trainer = new_regression(Async(), slow)
+        time.sleep(trainer.replica * WORK_S / count)
+        batches = trainer.batches((X, Y), 4)
+        for batch in batches if trainer.replica < count else ():
+            trainer.step(batch)
+        return told(trainer) if trainer.replica == 0 else {}
+
+    return case
+
+
+def summed(rule: Rule) -> Callable[[], dict[str, Any]]:
+    """Where `Sum` gets to under a rule."""
+
+    def slow(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.005)
+        return model(x)  # type: ignore[no-any-return]
+
+    def case() -> dict[str, Any]:
+        model = Sum()
+        trainer = pl.Trainer(model, torch.optim.SGD(model.parameters(), lr=1.0), slow)
+        trainer.rule = rule
+        together(trainer)
+        for batch in trainer.batches(X, 4):
+            trainer.step(batch)
+        return told(trainer, at=model.at.item())
+
+    return case
+
+
+def bounded() -> dict[str, Any]:
+    """Three replicas are quick and one is not: when each began and ended its work."""
+    began: list[float] = []
+    ended: list[float] = []
+
+    def timed(model: nn.Module, batch: Any) -> torch.Tensor:
+        began.append(time.monotonic())
+        time.sleep(0.06 if trainer.replica == 0 else 0.001)
+        ended.append(time.monotonic())
+        return regression(model, batch)
+
+    trainer = new_regression(Async(bound=2), timed)
+    for batch in trainer.batches((X, Y), 6):
+        trainer.step(batch)
+    return told(trainer, began=began, ended=ended)
+
+
+def changing_rules() -> dict[str, Any]:
+    """Sync, then async, then sync again, as the first replica says."""
+    trainer = new_regression(Sync())
+    losses = []
+    for batch in trainer.batches((X, Y), 8, epochs=3):
+        losses.append(trainer.step(batch))
+        if trainer.replica == 0:
+            trainer.rule = Async(stale="compensate") if 10 <= trainer.steps < 60 else Sync()
+    mean = trainer.evaluate((X, Y), lambda model, batch: regression(model, batch).item())
+    return told(trainer, losses=losses, loss=mean)
+
+
+CASES: dict[str, Callable[[], dict[str, Any]]] = {
+    "converges": converges,
+    "2 equal replicas": equal_replicas(2),
+    "3 equal replicas": equal_replicas(3),
+    "4 equal replicas": equal_replicas(4),
+    "keep": summed(Async()),
+    "drop": summed(Async(stale="drop:1")),
+    "scale": summed(Async(stale="scale")),
+    "compensate": summed(Async(stale="compensate:0.01")),
+    "stale-lr": summed(Async(lr=0.25)),
+    "bounded": bounded,
+    "changing rules": changing_rules,
+}
+
+
+def main() -> None:
+    for name, case in CASES.items():
+        began = time.monotonic()
+        print(json.dumps({name: case()}))
+        print(name, time.monotonic() - began)
+
+
+if __name__ == "__main__":
+    main()
