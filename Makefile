@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test soak bench lint format clean
+.PHONY: demo test soak bench peers lint format clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -17,6 +17,9 @@ soak: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks
+
+peers: $(READY)
+	$(BIN)/python -m benchmarks.peers
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -34,4 +37,4 @@ $(READY): pyproject.toml constraints-dev.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) .peers build dist *.egg-info

@@ -150,9 +150,10 @@ def median_exchange_s(ranks: Sequence[Sequence[tuple[float, float]]], warm_up: i
 def steps_per_second(replicas: Sequence[Sequence[float]], warm_up: int) -> float:
     """When each step of each replica ended: the steps of all of them together in a second.
 
-    Counted from when the last replica has its warm-up behind it until the first one has no more steps to make, so that
-    all are at it all the time.
+    Counted from when all are at it and have made `warm_up` steps each on average, until the first of them has no more
+    to make.
     """
-    begin = max(marks[warm_up - 1] for marks in replicas)
+    everything = sorted(mark for marks in replicas for mark in marks)
+    begin = max(everything[warm_up * len(replicas) - 1], *(marks[0] for marks in replicas))
     end = min(marks[-1] for marks in replicas)
-    return sum(begin < mark <= end for marks in replicas for mark in marks) / (end - begin)
+    return sum(begin < mark <= end for mark in everything) / (end - begin)

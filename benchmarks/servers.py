@@ -62,12 +62,12 @@ class Size:
         def start(arguments: list[str]) -> None:
             with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
                 keys, home = Path(folder) / "keys", Path(folder) / "server"
-                processes.run([processes.command("keys", "make", str(keys))])
+                processes.run([processes.command("keys", "make", str(keys), "--name", "bench")])
                 home.mkdir()
                 address = f"127.0.0.1:{processes.free_port()}"
                 server = ["server", "--listen", address, "--dir", str(home), "--keys", str(keys)]
                 flags = ["--replicas", str(replicas), "--async", "--exchange", "tcp"]
-                flags += ["--join", address, "--token", str(home), "--keys", str(keys)]
+                flags += ["--join", address, "--keys", str(keys)]
                 processes.run(
                     [processes.paceline("push_paceline.py", arguments, flags)], servers=[processes.command(*server)]
                 )

@@ -2,12 +2,13 @@
 
 A step is both, in whatever order. The gradient costs nothing: it is the same tensor of ones each time. The server
 applies plain SGD, so after n steps of all replicas together every parameter is -n * LR, which each script checks:
-what is fast because it is not done is no use. Only numpy-free, torch-free code here: every peer's Python imports it.
+what is fast because it is not done is no use. Every peer's Python imports this, so it needs neither numpy nor torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
 
 LR = 2.0**-10  # so that thousands of steps add up exactly
@@ -24,6 +25,16 @@ def parse(description: str | None) -> argparse.ArgumentParser:
 def times_of(options: argparse.Namespace, replica: int) -> Path | None:
     times: Path | None = options.times
     return times.with_name(f"{times.name}.{replica}") if times is not None else None
+
+
+def meet(options: argparse.Namespace, replica: int, replicas: int) -> None:
+    """Wait until all replicas are there: otherwise the first would make the steps of those that start later."""
+    if options.times is None:
+        return
+    folder = options.times.parent
+    (folder / f"ready.{replica}").touch()
+    while not all((folder / f"ready.{number}").exists() for number in range(replicas)):
+        time.sleep(0.001)
 
 
 def check(found: float, steps: int) -> None:

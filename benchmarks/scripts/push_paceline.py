@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from push import LR, check, parse, times_of
+from push import LR, check, meet, parse, times_of
 from stopwatch import Stopwatch
 from torch import nn
 
@@ -39,6 +39,7 @@ def main() -> None:
     # Samples that say nothing. Async gives a replica one of them a step, sync one to each of the replicas.
     samples = torch.zeros(options.steps * trainer.replicas, 1)
     at_once = 1 if isinstance(trainer.rule, pl.Async) else trainer.replicas
+    meet(options, trainer.replica, trainer.replicas)
     watch = Stopwatch(times_of(options, trainer.replica))
     for batch in trainer.batches(samples, at_once, shuffle=False):
         trainer.step(batch)

@@ -125,7 +125,12 @@ class Client:
         self._ready = False
         self._live: bool | None = None  # whether the model points at the servers' own memory
         self._cut: list[tuple[torch.Tensor, list[Part]]] = []  # parameters in several places, and where those are
-        self._open()
+        try:
+            self._open()
+        except BaseException:
+            for side in self._sides:
+                side.connection.close()
+            raise
         self.collector = GradientCollector(
             [self._parameters[name] for name in self.shards.names],
             [self._destination(name) for name in self.shards.names],
@@ -770,7 +775,10 @@ class Client:
                 numbers=numbers,
                 born=born,
                 chief=chief if number == 0 else b"",
+                buffers=bool(chief) and number == 0,
             )
+            if request.buffers:
+                body += [bytes_of(tensor) for _, tensor in [*self._buffers, *self._frozen]]
             side.connection.call(request, p.Done, body=lambda body=body: body)  # type: ignore[misc]
         self.step = step
 

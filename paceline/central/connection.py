@@ -149,8 +149,10 @@ class Connection:
                 f"{self.name} at {self.address} cannot be understood: {error}; use the same version on both sides, and "
                 "keys on both or none"
             ) from error
-        except ConnectionLost:
-            raise
+        except ConnectionLost as error:
+            # A server with keys takes a greeting in plain for noise, and says nothing.
+            hint = ", as one with keys does to a client without" if self._keys is None and self._first_contact_s else ""
+            raise ConnectionLost(f"{error}{hint}") from error
         except PacelineError as error:
             raise SecurityError(f"{self.name} at {self.address} refuses: {error}") from error
         self._first_contact_s = None

@@ -19,7 +19,7 @@ import torch
 
 from paceline.central.bounds import check_close, check_options, check_place
 from paceline.central.chief import Accepted, Close
-from paceline.central.journal import Journal, Made, Pulled, Pushed, RowsPut, packed
+from paceline.central.journal import Journal, Made, Pulled, Pushed, RowsPut, packed, sealed
 from paceline.central.protocol import Settings
 from paceline.central.shards import Option, Shards, Spec, make_optimizer, restored_options
 from paceline.central.tables import Rows, Table, TableCopy
@@ -163,15 +163,23 @@ class Container:
         replica = pushed.replica
         if pushed.incarnation < self._incarnations.get(replica, 0):
             raise PacelineError(f"replica {replica} was started again since: this process no longer takes part")
-        with self.journal.lock if self.journal is not None else contextlib.nullcontext():
-            self.stage(replica, pushed.ticket, pushed.untouched)
-            if rows:
-                self.stage_rows(replica, rows)
-            if self.journal is not None:
-                of_tables = [part for given in rows for part in given.tensors]
-                self.journal.append(pushed, packed([self.arena.gradients[replica], *of_tables]))
+        journal = self.journal
+        if journal is None:
+            self._take_push(pushed, rows)
+        else:
+            of_tables = [part for given in rows for part in given.tensors]
+            parts = sealed(pushed, packed([self.arena.gradients[replica], *of_tables]))
+            with journal.lock:  # a snapshot has it, or the log that follows
+                self._take_push(pushed, rows)
+                written = journal.write(pushed, parts)
+            journal.flush(written)
         if shared:
             self._not_pulled.discard(replica)
+
+    def _take_push(self, pushed: Pushed, rows: list[Rows]) -> None:
+        self.stage(pushed.replica, pushed.ticket, pushed.untouched)
+        if rows:
+            self.stage_rows(pushed.replica, rows)
 
     def stage(self, replica: int, ticket: int, untouched: Iterable[int]) -> None:
         """The gradient of that ticket lies in the replica's place now."""
@@ -471,9 +479,7 @@ class Container:
             for table, ids, values in zip(self.tables, given[1::2], given[2::2], strict=False)
         ]
         self.admit(pushed.replica, pushed.incarnation)
-        self.stage(pushed.replica, pushed.ticket, pushed.untouched)
-        if rows:
-            self.stage_rows(pushed.replica, rows)
+        self._take_push(pushed, rows)
 
     def put_rows_again(self, put: RowsPut, body: memoryview) -> None:
         (values,) = _split(body, [len(body)])

@@ -181,7 +181,7 @@ class InGraph(Leased):
         self._engine.enter(Phase.AWAITING_WORK)
         while True:
             busy = [replica for replica in self._replicas if replica.is_busy]
-            why = "work"
+            why, before = "work", len(hands)
             for replica in (r for r in self._replicas if r not in busy and r not in hands):
                 replica.is_back = False
                 answer = self._engine.ask_for(replica.client, chapter, ledger, stop_epoch, at_once=True)
@@ -191,9 +191,13 @@ class InGraph(Leased):
                     ended = answer
                 else:
                     why = answer.why
-            # A sync step may need more replicas than are idle: then it waits for those that are late still.
-            if hands and (not busy or len(hands) >= next(iter(hands.values())).needed):
-                self._engine.enter(Phase.BETWEEN)
+            if hands and len(hands) >= next(iter(hands.values())).needed:
+                return self._hand_over(hands, ledger, ahead)
+            # A sync step may need more replicas than have a ticket: those that had to wait for one that asked after
+            # them, those that are late still. In the end there may be no more.
+            if len(hands) > before:
+                continue
+            if hands and not busy:
                 return self._hand_over(hands, ledger, ahead)
             if busy:
                 self._wait(lambda busy=busy: not all(replica.is_busy for replica in busy))  # type: ignore[misc]
@@ -209,6 +213,7 @@ class InGraph(Leased):
                 time.sleep(LOOK_AGAIN_S)
 
     def _hand_over(self, hands: dict[_Replica, Ticket], ledger: Ledger, ahead: Ahead) -> _Hands:
+        self._engine.enter(Phase.BETWEEN)
         ordered = sorted(hands, key=lambda replica: replica.client.replica)
         work = self._load([hands[replica] for replica in ordered], ledger, ahead)
         given = work[0].given if len(work) == 1 else ReplicaBatches(held.given for held in work)

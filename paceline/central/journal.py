@@ -25,6 +25,7 @@ import json
 import os
 import shutil
 import struct
+import sys
 import threading
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -144,17 +145,16 @@ class Journal:
 
     def append(self, record: AnyRecord, body: Sequence[memoryview] = ()) -> None:
         """Have a record in the log; when this returns it survives the end of the process."""
+        self.flush(self.write(record, sealed(record, body)))
+
+    def write(self, record: AnyRecord, parts: Sequence[memoryview]) -> int:
+        """Append a sealed record; up to where to `flush`, which is not done here, so that one does it for many."""
         if not self.begun:
-            return
-        message = msgspec.msgpack.encode(record)
-        crc, size = zlib.crc32(message), 0
-        for part in body:
-            crc, size = zlib.crc32(part, crc), size + part.nbytes
+            return 0
         with self.lock:
             start = self._end
             try:
-                head = _head(len(message), size, crc) + message
-                for part in (memoryview(head), *body):
+                for part in parts:
                     self._end += _write_all(self._log, part, self._end)
             except OSError as error:
                 self._end = start
@@ -165,13 +165,11 @@ class Journal:
             self._bytes += written
             self._written += written
             self._steps += isinstance(record, Made)
-            upto = self._written
-        if self._flushed:
-            self._flush(upto)
+            return self._written
 
-    def _flush(self, upto: int) -> None:
+    def flush(self, upto: int) -> None:
         """Wait until so much is on the disk; one flushes for all who wait."""
-        while True:
+        while self._flushed:
             with self._flushing:
                 while self._flush_runs and self._on_disk < upto:
                     self._flushing.wait()
@@ -245,6 +243,7 @@ class Journal:
         except (OSError, SafetensorError) as error:
             # The logs are still there, and go back to an older snapshot.
             self._failure = str(_cannot_write(self.folder, error))
+            print(self._failure, file=sys.stderr, flush=True)
             with contextlib.suppress(OSError):
                 draft.unlink()
             return
@@ -306,6 +305,15 @@ class Journal:
     def remove(self) -> None:
         self.close()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def sealed(record: AnyRecord, body: Sequence[memoryview]) -> list[memoryview]:
+    """A record as it is in the file."""
+    message = msgspec.msgpack.encode(record)
+    crc, size = zlib.crc32(message), 0
+    for part in body:
+        crc, size = zlib.crc32(part, crc), size + part.nbytes
+    return [memoryview(_head(len(message), size, crc) + message), *body]
 
 
 def _head(message_bytes: int, body_bytes: int, crc: int) -> bytes:

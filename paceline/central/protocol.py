@@ -221,6 +221,7 @@ class Restore(Message, frozen=True, kw_only=True):
     numbers: list[tuple[int, str, float]] = []
     born: list[int] = []  # slots that have state
     chief: bytes = b""  # the chief's books, as JSON; empty for other servers
+    buffers: bool = False  # for the chief: the body ends with the model's buffers and what is not trained
 
 
 class Notes(Message, frozen=True, kw_only=True):

@@ -103,12 +103,27 @@ class Server:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
 
+    def close(self) -> None:
+        """Let go of the containers, after the end."""
+        with self._lock:
+            names = list(self._containers)
+        for name in names:
+            with self._lock:
+                container, steps = self._containers.pop(name), self._steps.pop(name, None)
+            if steps is not None:
+                steps.close()
+            container.close()
+
     def _look(self) -> None:
         while not self._ended.wait(LOOK_EVERY_S):
-            with self._lock:
-                trainings = list(self._steps.values())
-            for steps in trainings:
-                steps.look_for_missing()
+            self._look_once()
+
+    def _look_once(self) -> None:
+        """By itself, so that between two looks nothing here holds on to a container that was dropped."""
+        with self._lock:
+            trainings = list(self._steps.values())
+        for steps in trainings:
+            steps.look_for_missing()
 
     # ── one connection ───────────────────────────────────────────────────────────────────────────────────
 
@@ -195,6 +210,11 @@ class Server:
                 keep(container, self._folder)
                 self._add(container, request.addresses)
                 return container
+        if request.spec.servers != container.spec.servers:
+            raise PacelineError(
+                f"container {request.container!r} is spread over {container.spec.servers} servers and not over "
+                f"{request.spec.servers}: give {','.join(self._addresses.get(request.container, []))}, or another name"
+            )
         if difference := request.spec.differs_from(container.spec):
             raise PacelineError(
                 f"container {request.container!r} holds another model: {difference}; give another name, or the "
@@ -654,10 +674,12 @@ class _Visitor:
             states.setdefault(slot, {})[key] = self._read_tensor(dtype, shape)
         for slot, key, number in request.numbers:
             states.setdefault(slot, {})[key] = number
+        others = [tensor for _, tensor in [*steps.buffers.tensors, *steps.frozen]] if steps and request.buffers else []
+        values = [self._read_tensor(type_name(tensor), tuple(tensor.shape)) for tensor in others]
         self._channel.end_body()
         container.check_states(states)
         if steps is not None:
-            steps.load_notes(books)
+            steps.load_notes(books, list(zip(others, values, strict=True)))
         with container.lock:
             container.arena.parameters.copy_(flat)
             container.restore_state(states)

@@ -454,9 +454,12 @@ class Steps:
         with self._changed:
             return self.chief.state()
 
-    def load_notes(self, notes: dict[str, object]) -> None:
+    def load_notes(self, notes: dict[str, object], values: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:
+        """Take over the books of another chief; and new `values` of buffers, and of what is not trained."""
         with self._changed:
             self.chief.load(notes)
+            for tensor, value in values:
+                tensor.copy_(value)
 
     # ── the journal ──────────────────────────────────────────────────────────────────────────────────────
 

@@ -75,8 +75,8 @@ def execute(options: argparse.Namespace) -> int:
     for name, value in zip(wanted, given, strict=True):
         if name != "PATH":
             check_container(value)
-    if options.action == "save" and not Path(given[1]).absolute().parent.is_dir():
-        raise InvalidInput("path", given[1], "its folder does not exist, make it first")
+    if options.action == "save":
+        _check_path(given[1])
     with _reader(options, given[0] if given else None) as reader:
         done = _act(reader, options.action, given, force=options.force)
     if options.json:
@@ -84,6 +84,13 @@ def execute(options: argparse.Namespace) -> int:
     else:
         done.tell()
     return 0
+
+
+def _check_path(path: str) -> None:
+    if Path(path).is_dir():
+        raise InvalidInput("path", path, "this is a folder, give the name of a file in it")
+    if not Path(path).absolute().parent.is_dir():
+        raise InvalidInput("path", path, "its folder does not exist, make it first")
 
 
 def _reader(options: argparse.Namespace, container: str | None) -> Reader:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from paceline.central.server import Server
 
 DEFAULT_LISTEN = "127.0.0.1:7070"
+CONTAINERS = "containers"  # what is to survive this process (--durability log)
 LOCK = "lock"
 BACKLOG = 1024
 
@@ -76,7 +77,8 @@ def execute(options: argparse.Namespace) -> int:
         from paceline.central.server import Server
 
         sys.setswitchinterval(SWITCH_EVERY_S)
-        server = Server(listener, token=token, keys=keys, folder=folder)
+        server = Server(listener, token=token, keys=keys, folder=folder / CONTAINERS)
+        server.recover()
 
         def stop(number: int, frame: FrameType | None) -> None:
             server.stop()

@@ -9,6 +9,9 @@ With m, v the mean and variance of the batch, x̂ = (x−m)/√(v+ε) and N samp
 
     y  = w·x̂ + b
     dx = w/√(v+ε) · (dy − Σdy/N − x̂·Σ(dy·x̂)/N)        sums over the whole batch
+
+On a CPU the sums are formed over the pixels of an image, which lie side by side, and then over the images. That takes a
+tenth of the time of torch's own kernels, which go over the batch channel by channel.
 """
 
 from __future__ import annotations
@@ -24,10 +27,15 @@ Sum = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Statistics:
-    """How batch statistics are added up at this moment; None: this process has the whole batch."""
+    """How batch statistics are added up at this moment; None: torch's own module does it."""
 
     def __init__(self) -> None:
         self.sum: Sum | None = None
+
+
+def own(values: torch.Tensor) -> torch.Tensor:
+    """Statistics of one replica's part only."""
+    return values
 
 
 def has_batchnorm(model: nn.Module) -> bool:
@@ -55,10 +63,11 @@ def _exact_kind(kind: type[_BatchNorm]) -> type[_BatchNorm]:
     """`kind` with another forward: same name, same parameters, same state_dict."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        if not self.training or self._statistics.sum is None:
+        total = self._statistics.sum
+        if not self.training or total is None or (total is own and torch.compiler.is_compiling()):
             output: torch.Tensor = kind.forward(self, x)
             return output
-        exact: torch.Tensor = _exact_forward(self, x, self._statistics.sum)
+        exact: torch.Tensor = _exact_forward(self, x, total)
         return exact
 
     return type(kind.__name__, (kind,), {"forward": forward})
@@ -94,13 +103,12 @@ class _ExactBatchNorm(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
         channels = x.size(1)
         own_count = x.numel() // channels
-        own_mean, own_variance = torch.batch_norm_update_stats(x, None, None, 0.0)
-        own_mean, own_variance = own_mean.double(), own_variance.double()
-        own = torch.empty(2 * channels + 1, dtype=torch.float64)
-        own[0] = own_count
-        own[1 : channels + 1] = own_mean * own_count
-        own[channels + 1 :] = (own_variance + own_mean.square()) * own_count
-        sums = total(own)
+        own_mean, own_variance = _mean_and_variance(x)
+        mine = torch.empty(2 * channels + 1, dtype=torch.float64)
+        mine[0] = own_count
+        mine[1 : channels + 1] = own_mean * own_count
+        mine[channels + 1 :] = (own_variance + own_mean.square()) * own_count
+        sums = total(mine)
         count = float(sums[0])
         if count <= 1:
             raise ValueError("BatchNorm needs more than one value per channel in a batch when training")
@@ -117,16 +125,38 @@ class _ExactBatchNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
         x, weight, mean, variance = ctx.saved_tensors
-        # As if the statistics were constants; that also gives this part's Σ(dy·x̂) and Σdy.
-        dx, d_weight, d_bias = torch.ops.aten.native_batch_norm_backward(
-            dy, x, weight, mean, variance, None, None, False, ctx.eps, [True, True, True]
-        )
-        sums = ctx.total(torch.cat([d_weight.double(), d_bias.double()])) / ctx.count
-        mean_dy_x, mean_dy = sums.chunk(2)
+        shape = [1, -1, *[1] * (x.dim() - 2)]
         invstd = (variance.double() + ctx.eps).rsqrt()
         gain = invstd if weight is None else invstd * weight.double()
-        slope = gain * invstd * mean_dy_x
-        offset = gain * mean_dy - slope * mean.double()
-        shape = [1, -1, *[1] * (x.dim() - 2)]
-        dx = dx.sub_(offset.to(dx.dtype).view(shape)).addcmul_(x, slope.to(dx.dtype).view(shape), value=-1)
-        return dx, (d_weight if weight is not None else None), (d_bias if weight is not None else None), None, None
+        centered = x - mean.to(x.dtype).view(shape)
+        own_dy, own_dy_x = _sum(dy), _sum(dy * centered) * invstd
+        mean_dy_x, mean_dy = (ctx.total(torch.cat([own_dy_x, own_dy])) / ctx.count).chunk(2)
+
+        def over(values: torch.Tensor) -> torch.Tensor:
+            return values.to(x.dtype).view(shape)
+
+        dx = centered.mul_(over(-gain * invstd * mean_dy_x)).addcmul_(dy, over(gain)).sub_(over(gain * mean_dy))
+        if weight is None:
+            return dx, None, None, None, None
+        return dx, own_dy_x.to(weight.dtype), own_dy.to(weight.dtype), None, None
+
+
+def _sum(x: torch.Tensor) -> torch.Tensor:
+    """The sum of every channel, in float64: in float32 over what lies side by side, then over the rest."""
+    if x.dim() == 2:
+        return x.sum(0, dtype=torch.float64)
+    kept = torch.promote_types(x.dtype, torch.float32)
+    return x.flatten(2).sum(2, dtype=kept).sum(0, dtype=torch.float64)
+
+
+def _mean_and_variance(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of every channel, in float64. The mean is taken off before squares are summed: nothing cancels."""
+    count = x.numel() // x.size(1)
+    if x.is_cuda:
+        mean, variance = torch.batch_norm_update_stats(x, None, None, 0.0)
+        return mean.double(), variance.double()
+    kept = torch.promote_types(x.dtype, torch.float32)
+    mean = _sum(x) / count
+    shape = [1, -1, *[1] * (x.dim() - 2)]
+    centered = x.to(kept) - mean.to(kept).view(shape)
+    return mean, _sum(centered.square_()) / count

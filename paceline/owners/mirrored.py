@@ -32,7 +32,7 @@ from paceline.exchange.links import Links
 from paceline.exchange.shared import SharedSums
 from paceline.exchange.together import Together
 from paceline.launch.place import Place
-from paceline.owners.batchnorm import Statistics, has_batchnorm, make_exact
+from paceline.owners.batchnorm import Statistics, has_batchnorm, make_exact, own
 from paceline.owners.build import SharedModel, announce
 from paceline.owners.courier import BUCKET_BYTES, Courier
 from paceline.owners.engine import Closed, Computed, Share, StateByName
@@ -83,6 +83,7 @@ class MirroredEngine:
         self._has_batchnorm = has_batchnorm(model)
         self._exact_statistics = getattr(place.strategy, "batchnorm", "exact") == "exact"
         self._statistics = Statistics()
+        self._on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
         self._undo_exact = make_exact(model, self._statistics)
         if links is not None:
             self._shared.compare_hosts(links)
@@ -119,6 +120,8 @@ class MirroredEngine:
         self._some_were_idle |= len(among) < self._count
         if self._exact_statistics and len(among) > 1:
             self._statistics.sum = self._statistics_over(among)
+        elif not self._exact_statistics and self._on_cpu:
+            self._statistics.sum = own
         try:
             yield
         finally:
@@ -331,7 +334,7 @@ class MirroredEngine:
     def take_state(self, model: dict[str, torch.Tensor], optimizer: StateByName) -> None:
         model, optimizer = dict(model), dict(optimizer)
         tables = self._tables.names if self._tables is not None else set()
-        own = {name: model.pop(name) for name in tables}, {name: optimizer.pop(name, {}) for name in tables}
+        of_tables = {name: model.pop(name) for name in tables}, {name: optimizer.pop(name, {}) for name in tables}
         numbers = {slot.name: number for number, slot in enumerate(self._shared.layout.slots)}
         # Buffers are every replica's own; parameters and optimizer state lie once, and the chief fills them in.
         shared = {slot.name for slot in self._shared.layout.slots}
@@ -342,7 +345,7 @@ class MirroredEngine:
             if sorted(missing) != sorted(tables):
                 raise ModelError("model", sorted(set(missing) - tables)[0], "it is not in the checkpoint")
             if self._tables is not None:
-                self._tables.put(*own)
+                self._tables.put(*of_tables)
             self._optimizer.take_state({numbers[name]: state for name, state in optimizer.items()})
 
         self._together.once(fill)

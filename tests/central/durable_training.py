@@ -43,7 +43,7 @@ def killer(kills: list[tuple[str, int, str]], steps: Callable[[], int]) -> Calla
     def reached(moment: str) -> None:
         for number, (names, step, when) in enumerate(kills):
             mark = Path(f"kill-{number}")
-            if (step, when) == (steps(), moment) and not mark.exists():
+            if when == moment and steps() >= step and not mark.exists():  # async steps are not seen one by one
                 mark.touch()
                 for name in sorted(names.split(","), reverse=True):  # servers first
                     os.kill(pid_of(name), signal.SIGKILL)

@@ -13,25 +13,12 @@ CASES = Path(__file__).with_name("async_cases.py")
 SAMPLES = 240
 REPLICAS = 4
 
-WARM_UP = """
-import json, torch
-from torch import nn
-import paceline as pl
-
-torch.manual_seed(0)
-model = nn.Linear(4, 1)
-trainer = pl.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), lambda m, x: m(x).square().mean())
-epochs = []
-for batch in trainer.batches(torch.ones(96, 4), 8, epochs=3):
-    epochs.append(trainer._course._held.ticket.epoch)
-    trainer.step(batch)
-print(json.dumps({"epochs": epochs, "ledger": trainer.ledger.check(), "notes": trainer._course._engine.books()}))
-"""
-
 
 @pytest.fixture(scope="module")
 def run(start: Start) -> Run:
-    return start(CASES, f"--replicas {REPLICAS} --servers 2 --async").fine()
+    return start(
+        CASES, f"--replicas {REPLICAS} --servers 1 --async --stale scale --stale-lr 0.5 --warmup-epochs 1"
+    ).fine()
 
 
 @pytest.fixture(scope="module")
@@ -128,13 +115,16 @@ def test_the_rule_may_change_in_the_middle(case: Callable[[str], dict[str, Any]]
     assert told["late"] <= 2 * REPLICAS
 
 
-def test_in_a_warm_up_one_replica_works_alone(start: Start) -> None:
-    flags = "--replicas 3 --servers 1 --async --stale drop:1 --stale-lr 0.5 --warmup-epochs 1"
-    run = start(WARM_UP, flags).fine()
-    epochs = [run.told("epochs", replica) for replica in range(3)]
-    assert epochs[0].count(0) == 96 // 8
-    assert not any(0 in others for others in epochs[1:])
-    notes = run.told("notes")
-    assert notes["staleness"]["0"] >= 96 // 8
-    assert run.told("ledger") == "epochs 0 to 2: 96 samples, each once"
-    assert sum(notes["staleness"].values()) == notes["step"] + notes["dropped"]
+def test_the_rule_is_the_one_that_was_typed(case: Callable[[str], dict[str, Any]]) -> None:
+    told = case("as typed")
+    weights = sum(count / max(1, staleness) for staleness, count in told["staleness"].items())
+    assert told["at"] == pytest.approx(-0.5 * weights, rel=1e-5)
+    assert told["ledger"] == "epochs 0 to 2: 240 samples, each once"
+
+
+def test_in_a_warm_up_one_replica_works_alone(run: Run, case: Callable[[str], dict[str, Any]]) -> None:
+    others = [run.told("as typed", replica)["epochs"] for replica in range(1, REPLICAS)]
+    assert case("as typed")["epochs"].count(0) == SAMPLES // 4
+    assert all(others)
+    assert not any(0 in epochs for epochs in others)
+    assert case("as typed")["staleness"][0] >= SAMPLES // 4

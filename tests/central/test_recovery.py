@@ -1,0 +1,250 @@
+"""A container that comes back from its journal is the one that was there: bits, books, and what waits in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.central.container import Container
+from paceline.central.journal import Journal, Pushed
+from paceline.central.protocol import Ask, Report, Settings, Settled, Task, TaskDone, Ticket
+from paceline.central.recovery import keep, recover
+from paceline.central.shards import describe, plain_options
+from paceline.central.steps import Steps
+from paceline.central.tables import Rows, TableSpec
+from paceline.errors import CheckpointError, PacelineError
+from paceline.rules import Async, Rule, Sync
+
+TABLE = TableSpec("words", 50, 4, 0, True)
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.01),
+}
+
+
+class Training:
+    """A chief without other servers, and what its replicas would do."""
+
+    def __init__(self, folder: Path, rule: Rule, optimizer: str = "SGD", *, tables: bool = False, **how: Any) -> None:
+        parameters = [nn.Parameter(torch.zeros(300, 40)), nn.Parameter(torch.zeros(7))]
+        self.optimizer = OPTIMIZERS[optimizer](parameters)
+        named = [(f"p{number}", parameter, 0) for number, parameter in enumerate(parameters)]
+        spec = describe(named, self.optimizer, 1, [TABLE] if tables else [])
+        settings = Settings(replicas=2, rule=rule, durability="log")
+        self.folder = folder
+        self.container = Container("main/one", spec, 0, settings)
+        keep(self.container, folder)
+        journal = self.container.journal
+        assert journal is not None
+        if how:
+            self.container.journal = Journal(journal.folder, **how)
+        self.steps = Steps(self.container, [])
+        self.steps.describe([("mean", torch.zeros(3)), ("count", torch.zeros((), dtype=torch.int64))], [])
+        self.chance = torch.Generator().manual_seed(3)
+        self.container.arena.parameters.view(torch.float32).normal_(generator=self.chance)
+        self.container.fill()
+        self.steps.save(wait=True)
+        for replica in range(2):
+            self.join(replica)
+        self.mean = 0.0
+
+    def join(self, replica: int, incarnation: int = 1) -> None:
+        self.container.admit(replica, incarnation)
+        self.steps.join(replica, incarnation)
+
+    def ask(self, replica: int) -> Ticket:
+        if isinstance(self.container.settings.rule, Async):
+            self.container.pull(replica)
+        request = Ask(
+            container="", replica=replica, incarnation=1, chapter=0, length=40, batch_size=4, left_out=0, stop_epoch=9
+        )
+        answer = self.steps.ask(request)
+        assert isinstance(answer, Ticket)
+        return answer
+
+    def push(self, replica: int, ticket: Ticket, incarnation: int = 1) -> None:
+        gradient = self.container.arena.gradients[replica].view(torch.float32)
+        gradient.normal_(generator=self.chance)
+        rows = []
+        if self.container.tables:
+            ids = torch.randint(50, (6,), generator=self.chance).unique()
+            rows = [Rows(ids, torch.randn(len(ids), 4, generator=self.chance))]
+        pushed = Pushed(
+            replica=replica,
+            incarnation=incarnation,
+            ticket=ticket.ticket,
+            untouched=[0] if ticket.step % 3 == 0 else [],
+            rows=[len(given.ids) for given in rows],
+        )
+        self.container.push(pushed, rows, shared=False)
+
+    def report(self, replica: int, ticket: Ticket) -> Settled:
+        self.mean += 1.5
+        buffers = torch.full((3,), self.mean).numpy().tobytes() + torch.tensor(ticket.ticket).numpy().tobytes()
+        request = Report(
+            container="",
+            replica=replica,
+            incarnation=1,
+            ticket=ticket.ticket,
+            pulled=ticket.step,
+            loss=0.5,
+            options=[plain_options(group) for group in self.optimizer.param_groups],
+        )
+        answer = self.steps.report(request, buffers)
+        assert isinstance(answer, Settled)
+        return answer
+
+    def train(self, rounds: int) -> None:
+        """Replica 1 is always stale by one."""
+        for _ in range(rounds):
+            first, second = self.ask(0), self.ask(1)
+            self.push(0, first)
+            self.report(0, first)
+            self.push(1, second)
+            self.report(1, second)
+
+    def state(self) -> list[Any]:
+        copy = self.container.copy()
+        tables = [(table.weight.tolist(), {k: v.tolist() for k, v in table.state.items()}) for table in copy.tables]
+        optimizer = {slot: {k: torch.as_tensor(v).tolist() for k, v in of.items()} for slot, of in copy.state.items()}
+        buffers = [tensor.tolist() for _, tensor in self.steps.buffers.tensors]
+        books = json.loads(json.dumps(self.steps.notes()))
+        books.pop("next_ticket")
+        return [copy.step, copy.parameters.tolist(), optimizer, tables, buffers, books, self.steps.chief.rule]
+
+    def killed(self) -> None:
+        """All that is left is on disk: go on from there."""
+        found = list(recover(self.folder, lambda addresses, timeout_s: []))
+        assert len(found) == 1
+        self.container, steps = found[0]
+        assert steps is not None
+        self.steps = steps
+
+
+def killed_at_once(training: Training) -> None:
+    before = training.state()
+    training.killed()
+    assert training.state() == before
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("tables", [False, True], ids=["dense", "tables"])
+def test_every_bit_comes_back(tmp_path: Path, optimizer: str, *, tables: bool) -> None:
+    training = Training(tmp_path, Async(stale="scale"), optimizer, tables=tables)
+    training.train(4)
+    killed_at_once(training)
+    training.train(3)
+    killed_at_once(training)
+    killed_at_once(training)
+
+
+def test_corrections_for_staleness_come_out_the_same(tmp_path: Path) -> None:
+    training = Training(tmp_path, Async(stale="compensate:0.5"))
+    training.train(5)
+    assert training.steps.chief.staleness[1] == 5
+    killed_at_once(training)
+
+
+def test_a_training_that_was_killed_goes_on_as_one_that_was_not(tmp_path: Path) -> None:
+    killed, unkilled = (Training(tmp_path / name, Async()) for name in ("killed", "unkilled"))
+    for training in (killed, unkilled):
+        training.train(6)
+    killed.killed()
+    for training in (killed, unkilled):
+        training.train(4)
+    assert killed.state()[:2] == unkilled.state()[:2]
+
+
+def test_snapshots_in_between_change_nothing(tmp_path: Path) -> None:
+    training = Training(tmp_path, Async(), log_steps=3)
+    training.train(8)
+    journal = training.container.journal
+    assert journal is not None
+    journal.close()  # threads of one that was killed would not go on either
+    killed_at_once(training)
+    assert len(list(journal.folder.glob("*"))) == 2
+
+
+def test_a_gradient_that_waits_is_there_again_also_over_a_snapshot(tmp_path: Path) -> None:
+    for snapshot in (False, True):
+        training = Training(tmp_path / str(snapshot), Async(), tables=True)
+        training.train(2)
+        ticket = training.ask(1)
+        training.push(1, ticket)
+        if snapshot:
+            training.steps.save(wait=True)
+        gradient = training.container.arena.gradients[1].clone()
+        ((pushed, rows),) = training.container.waiting()
+        training.killed()
+        assert torch.equal(training.container.arena.gradients[1], gradient)
+        ((again, rows_again),) = training.container.waiting()
+        assert again == pushed
+        assert [part.tolist() for part in rows_again[0].tensors] == [part.tolist() for part in rows[0].tensors]
+
+
+def test_a_ticket_is_accepted_once_and_the_answer_is_not_forgotten(tmp_path: Path) -> None:
+    training = Training(tmp_path, Async())
+    ticket = training.ask(0)
+    training.push(0, ticket)
+    told = training.report(0, ticket)
+    held = training.ask(1)
+    training.push(1, held)
+    training.killed()
+    assert training.report(0, ticket).accepted == told.accepted == 0
+    assert training.report(1, held).accepted is None  # it was not in a step: its samples are free again
+    assert training.container.step == 1
+    assert training.ask(1).runs == held.runs
+    assert training.ask(0).ticket > held.ticket + 2
+
+
+def test_results_rules_and_members_come_back(tmp_path: Path) -> None:
+    training = Training(tmp_path, Sync())
+    who = {"container": "", "replica": 0, "incarnation": 1, "name": "evaluation 1"}
+    training.steps.leave(1, 1)
+    training.steps.task(Task(**who, length=1))  # type: ignore[arg-type]
+    training.steps.task_done(TaskDone(**who, part=0, values=[2.5]))  # type: ignore[arg-type]
+    training.steps.set_rule(Async(bound=2))
+    training.killed()
+    assert training.steps.members == [0]
+    assert training.steps.chief.rule == Async(bound=2)
+    assert training.steps.chief.result("evaluation 1") == [2.5]
+
+
+def test_a_process_that_was_followed_by_another_is_not_listened_to(tmp_path: Path) -> None:
+    training = Training(tmp_path, Async())
+    ticket = training.ask(0)
+    training.join(0, incarnation=3)
+    training.push(0, ticket, incarnation=3)
+    training.killed()
+    with pytest.raises(PacelineError, match="replica 0 was started again since"):
+        training.push(0, ticket, incarnation=1)
+
+
+def test_a_container_that_had_not_begun_is_begun_anew(tmp_path: Path) -> None:
+    (tmp_path / "main").mkdir()
+    (tmp_path / "main" / "log-1").touch()
+    assert list(recover(tmp_path, lambda addresses, timeout_s: [])) == []
+
+
+def test_a_log_without_its_gradients_is_refused(tmp_path: Path) -> None:
+    training = Training(tmp_path, Async())
+    training.train(2)
+    journal = training.container.journal
+    assert journal is not None
+    journal.append(Pushed(replica=0, incarnation=1, ticket=99, untouched=[]), [memoryview(b"short")])
+    with pytest.raises(CheckpointError, match="5 bytes instead of"):
+        training.killed()
+
+
+def test_durability_without_a_folder_is_one_sentence(tmp_path: Path) -> None:
+    container = Training(tmp_path, Async()).container
+    container.journal = None
+    with pytest.raises(PacelineError, match="this server has no folder"):
+        keep(container, None)

@@ -1,0 +1,546 @@
+"""Whoever is no friend gets a closed connection and a line in the log; whoever is one cannot bring a server down."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import torch
+from conftest import Run, Start
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from paceline import __version__
+from paceline.central import protocol as p
+from paceline.central import server as server_module
+from paceline.central import steps as steps_module
+from paceline.central.chief import Accepted, Chief, Close
+from paceline.central.client import Client, Servers
+from paceline.central.connection import Connection
+from paceline.central.container import Coding
+from paceline.central.reader import Reader
+from paceline.central.server import Server
+from paceline.central.shards import Shards, describe
+from paceline.central.tables import TableSpec
+from paceline.cli.keys import make_certificate, make_keys
+from paceline.errors import PacelineError, SecurityError, Stalled
+from paceline.exchange.frames import MAGIC, PROTOCOL, Channel
+from paceline.exchange.secure import Keys
+from paceline.rules import Sync
+
+TOKEN = "a token that nobody can guess"
+
+
+class Running:
+    """A server as a thread of this process."""
+
+    def __init__(self, keys: Keys | None = None) -> None:
+        self.said: list[str] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.server = Server(self._listener, token=TOKEN, keys=keys, say=self.said.append)
+        self._thread = threading.Thread(target=self.server.run)
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        return self.server.address
+
+    def connect(self) -> socket.socket:
+        host, port = self.address.split(":")
+        return socket.create_connection((host, int(port)), timeout=20)
+
+    def said_soon(self, words: str) -> bool:
+        end = time.monotonic() + 20
+        while not any(words in line for line in self.said):
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def close(self) -> None:
+        self.server.stop()
+        self._thread.join()
+        self.server.close()
+        self._listener.close()
+
+
+@contextlib.contextmanager
+def running(keys: Keys | None = None) -> Iterator[Running]:
+    with contextlib.closing(Running(keys)) as found:
+        yield found
+
+
+def frame(header: bytes, body: bytes = b"", *, version: int = PROTOCOL) -> bytes:
+    return struct.pack("<3sBIQ", MAGIC, version, len(header), len(body)) + header + body
+
+
+def hello(**fields: str) -> bytes:
+    return frame(msgspec.msgpack.encode(p.Hello(**{"version": __version__, "token": TOKEN, **fields})))
+
+
+# What a stranger sends, and a word of the line that tells about it.
+STRANGERS: dict[str, tuple[bytes, str]] = {
+    "a wrong token": (hello(token="x" * 30), "the token is not this server's"),
+    "no token": (hello(token=""), "the token is not this server's"),
+    "another version of Paceline": (hello(version="0.0.1"), f"this server runs Paceline {__version__}"),
+    "another version of the protocol": (frame(b"", version=PROTOCOL + 1), "speaks version 2 of the protocol"),
+    "garbage": (os.urandom(64), "not a frame of this protocol"),
+    "a browser": (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "not a frame of this protocol"),
+    "half a frame": (hello()[:20], "has gone"),
+    "a header that is too long": (struct.pack("<3sBIQ", MAGIC, PROTOCOL, 1 << 30, 0), "is larger than the"),
+    "a body that is too long": (struct.pack("<3sBIQ", MAGIC, PROTOCOL, 8, 1 << 60), "is larger than the"),
+    "a request without a greeting": (frame(msgspec.msgpack.encode(p.Containers())), "is not a greeting"),
+    "a header of no schema": (frame(b"\xc1\xc1"), "does not fit its schema"),
+    "a greeting with a body": (frame(hello()[16:], b"more"), "too long"),
+}
+
+
+def knock(at: Running, sent: bytes, *, leaves: bool) -> bytes:
+    """What a stranger is answered until its connection is closed."""
+    with at.connect() as connection:
+        connection.sendall(sent)
+        if leaves:
+            connection.shutdown(socket.SHUT_WR)
+        answered = b""
+        with contextlib.suppress(ConnectionResetError):
+            while more := connection.recv(4096):
+                answered += more
+        return answered
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_a_stranger_is_sent_away_with_a_line_in_the_log(stranger: str) -> None:
+    sent, words = STRANGERS[stranger]
+    with running() as server:
+        answered = knock(server, sent, leaves=stranger == "half a frame")
+        assert server.said_soon(words), server.said
+        assert answered[:3] in (b"", MAGIC)  # at most a sentence
+        with Reader([server.address], token=TOKEN) as reader:
+            assert reader.listing() == []
+
+
+def test_who_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "HELLO_WITHIN_S", 0.2)
+    with running() as server, server.connect() as connection:
+        assert connection.recv(1) == b""
+        assert server.said_soon("did not answer within 0.2 s")
+
+
+def test_there_is_a_limit_to_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "MOST_STRANGERS", 3)
+    with running() as server, contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(server.connect())
+        with server.connect() as one_too_many:
+            assert one_too_many.recv(1) == b""
+        stack.close()
+        end = time.monotonic() + 10
+        while True:  # the places are free again
+            with contextlib.suppress(PacelineError), Reader([server.address], token=TOKEN, timeout_s=1) as reader:
+                assert reader.listing() == []
+                break
+            assert time.monotonic() < end
+
+
+# ── what a client is told ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of keys: of ours, of another CA, and with the roles exchanged."""
+    folder = tmp_path_factory.mktemp("keys")
+    make_keys(folder / "ours", "here")
+    make_keys(folder / "theirs", "there")
+    make_certificate(folder / "ours", "server", "x", to=folder / "swapped")
+    make_certificate(folder / "ours", "client", "x", to=folder / "swapped")
+    for end in ("pem", "key"):
+        server, client = (folder / "swapped" / f"{role}.{end}" for role in ("server", "client"))
+        held = server.read_bytes(), client.read_bytes()
+        server.write_bytes(held[1])
+        client.write_bytes(held[0])
+    return folder
+
+
+def told(server: Running, *, token: str = TOKEN, keys: Keys | None = None) -> str:
+    began = time.monotonic()
+    with pytest.raises(PacelineError) as caught, Reader([server.address], token=token, keys=keys) as reader:
+        reader.listing()
+    assert time.monotonic() - began < 10
+    assert server.address in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_client_learns_what_is_wrong(keys: Path) -> None:
+    ours, theirs, swapped = Keys.load(keys / "ours"), Keys.load(keys / "theirs"), Keys(keys / "swapped")
+    with running() as plain, running(ours) as secure, running(swapped) as wrong_role:
+        assert "the token is not this server's" in told(plain, token="another token")
+        assert "does not speak TLS" in told(plain, keys=ours)
+        assert "as one with keys does to a client without" in told(secure)
+        assert "signed by another CA" in told(secure, keys=theirs)
+        assert "of the wrong role" in told(secure, keys=swapped)
+        assert "of the wrong role" in told(wrong_role, keys=ours)
+        with Reader([secure.address], keys=ours) as reader:  # the keys are enough
+            assert reader.listing() == []
+        assert plain.said_soon("is TLS")
+        assert secure.said_soon("does not speak TLS")
+
+
+def test_a_peer_of_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running() as server:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("paceline.central.connection.__version__", "9.9")
+            assert f"this server runs Paceline {__version__} and the client 9.9" in told(server)
+        with socket.create_server(("127.0.0.1", 0)) as listener:  # a server that speaks the next protocol
+
+            def answer() -> None:
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(4096)
+                    connection.sendall(frame(b"\x80", version=PROTOCOL + 1))
+
+            thread = threading.Thread(target=answer)
+            thread.start()
+            connection = Connection(
+                f"127.0.0.1:{listener.getsockname()[1]}", token="", keys=None, who="x", name="server 0", timeout_s=5
+            )
+            with pytest.raises(SecurityError, match=r"speaks version 2 of the protocol and this one 1; use the same"):
+                connection.call(p.Containers(), p.Listed)
+            thread.join()
+
+
+def test_a_server_that_is_not_there_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.central.reader.FIRST_CONTACT_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    with pytest.raises(Stalled, match=r"waited 0.5 s for the server at .*: it cannot be reached \(Connection refused"):
+        Reader([address], token=TOKEN).listing()
+
+
+# ── a training is not disturbed ──────────────────────────────────────────────────────────────────────────────
+
+TRAIN = """
+import json, time, torch, torch.nn.functional as F, paceline as pl
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(10, 30), torch.nn.Tanh(), torch.nn.Linear(30, 1))
+x = torch.randn(400, 10, generator=torch.Generator().manual_seed(1))
+def loss(model, batch):
+    time.sleep(0.01)
+    return F.mse_loss(model(batch), batch.sum(1, keepdim=True))
+trainer = pl.Trainer(model, torch.optim.Adam(model.parameters(), lr=0.01), loss)
+for batch in trainer.batches(x, 20, epochs=2, seed=2):
+    trainer.step(batch)
+print(json.dumps({"sum": sum(p.double().sum().item() for p in model.parameters()), "counted": trainer.ledger.check()}))
+"""
+
+
+def write_token(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "token").write_text(TOKEN)
+    (folder / "token").chmod(0o600)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(start: Start) -> Run:
+    """The same training on servers of its own."""
+    return start(TRAIN, "--replicas 2 --servers 1").fine()
+
+
+def test_strangers_do_not_disturb_a_training(start: Start, alone: Run, tmp_path: Path) -> None:
+    token = write_token(tmp_path)
+    with running() as server:
+        run = start(TRAIN, f"--replicas 2 --join {server.address} --token {token} --container quiet")
+        with Reader([server.address], token=TOKEN) as reader:
+            while not any(listed.step > 2 for listed in reader.listing()):
+                assert run.process.poll() is None
+                time.sleep(0.02)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        while run.process.poll() is None:
+            for sent, _ in STRANGERS.values():
+                knock(server, sent, leaves=True)
+            with pytest.raises(ssl.SSLError), server.connect() as raw:
+                context.wrap_socket(raw)
+        run.fine()
+    assert run.told("sum") == alone.told("sum")
+    assert run.told("counted") == alone.told("counted")
+    assert sum("closed the connection" in line for line in server.said) > 10
+
+
+def test_training_over_mutual_tls(start: Start, alone: Run, keys: Path) -> None:
+    ours = Keys.load(keys / "ours")
+    with running(ours) as first, running(ours) as second:
+        at = f"{first.address},{second.address}"
+        run = start(TRAIN, f"--replicas 2 --join {at} --keys {keys / 'ours'} --container secret --exchange tcp").fine()
+        assert run.told("sum") == pytest.approx(alone.told("sum"), rel=1e-6)
+        with Reader([first.address], "secret", keys=ours) as reader:
+            step, tensors = reader.parameters()
+        assert step == 40
+        assert sum(tensor.double().sum().item() for tensor in tensors.values()) == pytest.approx(run.told("sum"))
+
+
+# ── friends with bugs ────────────────────────────────────────────────────────────────────────────────────────
+
+EXTREMES = [-(1 << 63), -(1 << 31), -1, 0, 1, 2, 3, 7, 1 << 20, 1 << 31, 1 << 40, (1 << 63) - 1]
+NAMES = [
+    *["fuzz"] * 12,
+    "other",
+    "new",
+    "..",
+    "a/b",
+    "",
+    "x" * 500,
+    "float32",
+    "SGD",
+    "parameters",
+    "state",
+    "fp32",
+]
+
+
+def any_of(described: Any) -> st.SearchStrategy[Any]:
+    """Values that fit a schema and make no sense, or some."""
+    match described:
+        case msgspec.inspect.IntType():
+            return st.sampled_from(EXTREMES) | st.integers(-2, 4)
+        case msgspec.inspect.FloatType():
+            return st.sampled_from([0.0, 0.05, 1.0, -1.0, 1e300, float("nan"), float("inf")])
+        case msgspec.inspect.StrType():
+            return st.sampled_from(NAMES) | st.text(max_size=8)
+        case msgspec.inspect.BoolType():
+            return st.booleans()
+        case msgspec.inspect.NoneType():
+            return st.none()
+        case msgspec.inspect.BytesType():
+            return st.sampled_from([b"", b"{}", b"[" * 5000, b'{"step": 1, "chapters": {"0": {"began": 1e18}}}'])
+        case msgspec.inspect.ListType() | msgspec.inspect.VarTupleType():
+            made = st.lists(any_of(described.item_type), max_size=3)
+            return made.map(tuple) if isinstance(described, msgspec.inspect.VarTupleType) else made
+        case msgspec.inspect.TupleType():
+            return st.tuples(*map(any_of, described.item_types))
+        case msgspec.inspect.DictType():
+            keys = any_of(described.key_type) | st.sampled_from(["lr", "momentum", "maximize", "betas"])
+            return st.dictionaries(keys, any_of(described.value_type), max_size=3)
+        case msgspec.inspect.UnionType():
+            return st.one_of([any_of(one) for one in described.types])
+        case msgspec.inspect.StructType():
+            return any_struct(described.cls)
+    raise AssertionError(described)
+
+
+def any_struct(kind: type) -> st.SearchStrategy[Any]:
+    described = msgspec.inspect.type_info(kind)
+    assert isinstance(described, msgspec.inspect.StructType)
+    fields = {field.encode_name: any_of(field.type) for field in described.fields}
+    # As plain data: what a constructor would refuse comes over a wire as well.
+    tag = {described.tag_field: st.just(described.tag)} if described.tag_field is not None else {}
+    if described.array_like:
+        return st.tuples(*fields.values())
+    return st.fixed_dictionaries({**tag, **fields})
+
+
+REQUESTS = [kind for kind in p.Request.__args__ if kind is not p.Hello]  # type: ignore[attr-defined]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(10, 4, sparse=True)
+        self.last = nn.Linear(4, 3)
+        self.norm = nn.BatchNorm1d(3)
+
+
+def sensible(address: str) -> list[tuple[Any, int]]:
+    """One request of each kind that makes sense, and how long its body is, in an order that makes sense too."""
+    last = nn.Linear(4, 3)
+    named = [(name, parameter, 0) for name, parameter in last.named_parameters()]
+    optimizer = torch.optim.SGD(last.parameters(), lr=0.1, momentum=0.9)
+    spec = describe(named, optimizer, 1, [TableSpec("rows", 10, 4, 0, True)])
+    layout = Shards(spec).layouts[0]
+    elements = [slot.elements for slot in layout.slots]
+    about: dict[str, Any] = {"container": "fuzz", "replica": 0, "incarnation": 1}
+    books = Chief(Sync(), 2)
+    books.begin(0, 8, 4, 0)
+    made = Close(0, 0, 4, 0.5, [Accepted(1, 0, 1.0, 4, 0, 0, [(0, 4)])])
+    setting = p.Settings(replicas=2, rule=Sync(1), clip_norm=1.0, timeout_s=0.2)
+    place: dict[str, Any] = {"addresses": [address], "server": 0, "machine": "apart", "checks": [1, 2]}
+    return [
+        (p.Open(**about, spec=spec, settings=setting, **place), 0),
+        (p.Fill(container="fuzz", buffers=[("b", "float32", (2,))], keys=[("w", "weight")]), layout.bytes + 8),
+        (p.Ask(**about, chapter=0, length=8, batch_size=4, left_out=0, stop_epoch=2), 0),
+        (p.Push(**about, ticket=1, wire="fp32", untouched=[1], rows=[2]), Coding(layout, "fp32").bytes + 16 + 32),
+        (p.Push(**about, ticket=1, wire="int8", rows=[0]), Coding(layout, "int8").bytes),
+        (p.Report(**about, ticket=1, pulled=0, loss=0.5, options=spec.optimizer.groups), 8),
+        (p.Apply(container="fuzz", close=made, options=spec.optimizer.groups), 0),
+        (p.Apply(container="fuzz", close=made, options=spec.optimizer.groups, measure=True), 0),
+        (p.Pull(container="fuzz", replica=0, at_least=0, wire="bf16"), 0),
+        (p.PullRows(container="fuzz", table=0), 16),
+        (p.PutRows(container="fuzz", table=0, start=1, rows=2, key="momentum_buffer", steps=3), 32),
+        (p.Task(**about, name="evaluation", length=7), 0),
+        (p.TaskDone(**about, name="evaluation", part=0, values=[1.0]), 0),
+        (p.Buffers(container="fuzz"), 0),
+        (p.Describe(container="fuzz"), 0),
+        (p.Freeze(container="fuzz"), 0),
+        *(
+            (p.Frozen(container="fuzz", number=1, what=what), 0)
+            for what in ("parameters", "state", "extras", "table 0")
+        ),
+        (p.Thaw(container="fuzz", number=1), 0),
+        (
+            p.Restore(
+                container="fuzz",
+                step=3,
+                entries=[(0, "momentum_buffer", "float32", (elements[0],))],
+                numbers=[(1, "step", 2.0)],
+                born=[0, 1],
+                chief=json.dumps(books.state()).encode(),
+            ),
+            layout.bytes + 4 * elements[0],
+        ),
+        (p.Notes(container="fuzz"), 0),
+        (p.SetRule(container="fuzz", rule=Sync(2)), 0),
+        (p.Stop(container="fuzz"), 0),
+        (p.Leave(**about), 0),
+        (p.Copy(container="fuzz", to="copied"), 0),
+        (p.Drop(container="fuzz"), 0),
+        (p.Containers(), 0),
+    ]
+
+
+def leaves(plain: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths to everything inside of plain data."""
+    inside = plain.items() if isinstance(plain, dict) else enumerate(plain) if isinstance(plain, list) else ()
+    found = [path] if path and path != ("type",) else []
+    for key, value in inside:
+        found += leaves(value, (*path, key))
+    return found
+
+
+def another(value: Any) -> st.SearchStrategy[Any]:
+    """Something of the same type, or nearly."""
+    match value:
+        case bool():
+            return st.booleans()
+        case int():
+            return st.sampled_from(EXTREMES)
+        case float():
+            return st.sampled_from([0.0, 0.05, -1.0, 1e300, float("nan"), float("inf")])
+        case str():
+            return st.sampled_from(NAMES) | st.text(max_size=8)
+        case bytes():
+            return st.sampled_from([b"", b"{}", b"[" * 5000, value.replace(b"8", b"9" * 18), value[:-9], value * 2])
+        case list():
+            return st.sampled_from([[], value + value, value[:1] * 3, value[1:]])
+        case None:
+            return st.sampled_from([None, 1, 0.5, "auto"])
+    return st.just({})
+
+
+@st.composite
+def nearly_sensible(draw: st.DrawFn, requests: list[tuple[Any, int]]) -> tuple[Any, int]:
+    """A sensible request in which something is not."""
+    request, length = draw(st.sampled_from(requests))
+    plain = msgspec.msgpack.decode(msgspec.msgpack.encode(request))
+    for _ in range(draw(st.integers(0, 2))):
+        paths = leaves(plain)
+        if not paths:
+            break
+        *way, key = draw(st.sampled_from(paths))
+        at = plain
+        for step in way:
+            at = at[step]
+        at[key] = draw(another(at[key]))
+    return plain, draw(st.just(length) | st.just(length) | st.integers(0, 600))
+
+
+class Visitor:
+    """A connection that has shown the token; made anew when the server has closed it."""
+
+    def __init__(self, server: Running) -> None:
+        self._server = server
+        self._channel: Channel[Any] | None = None
+
+    def ask(self, header: bytes, body: bytes) -> Any:
+        """The reply, or None if the connection was closed; any longer than a few seconds is too long."""
+        if self._channel is None:
+            self._channel = Channel(self._server.connect(), p.Reply)
+            self._channel.trusted = True
+            self._exchange(hello())
+        try:
+            return self._exchange(frame(header, body))
+        except PacelineError as error:
+            if "did not answer" in str(error):
+                raise
+            self.close()
+            return None
+
+    def _exchange(self, sent: bytes) -> Any:
+        assert self._channel is not None
+        connection = self._channel._connection
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(sent)
+        reply, _ = self._channel.receive(15)
+        self._channel.skip_body(15)
+        return reply
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+
+@pytest.mark.timeout(300)
+def test_no_request_brings_a_server_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps_module, "ANSWER_WITHIN_S", 0.01)
+    monkeypatch.setattr(steps_module, "GRACE_S", 0.01)
+    process = psutil.Process()
+    with running() as server, contextlib.closing(Visitor(server)) as visitor:
+        model = Model()
+        client = Client(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            Servers([server.address], "untouched", TOKEN),
+            p.Settings(replicas=1),
+            replica=0,
+            incarnation=1,
+        )
+        with Reader([server.address], "untouched", token=TOKEN) as reader:
+            before = reader.parameters()
+        used = process.memory_info().rss
+        known = sensible(server.address)
+        wrong_ones = st.tuples(st.one_of([any_struct(kind) for kind in REQUESTS]), st.integers(0, 600))
+        almost_right = nearly_sensible(known)
+
+        @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(st.integers(0, len(known)), st.lists(wrong_ones | almost_right, max_size=5))
+        def wrong(begin: int, requests: list[tuple[Any, int]]) -> None:
+            for request, length in [*known[:begin], *requests]:
+                visitor.ask(msgspec.msgpack.encode(request), bytes(length))
+            for name in ("fuzz", "copied"):
+                visitor.ask(msgspec.msgpack.encode(p.Drop(container=name, force=True)), b"")
+            with Reader([server.address], token=TOKEN) as reader:
+                assert "untouched" in [listed.name for listed in reader.listing()]
+
+        wrong()
+        with Reader([server.address], "untouched", token=TOKEN) as reader:
+            after = reader.parameters()
+        client.close()
+    assert before[0] == after[0]
+    for key, value in before[1].items():
+        assert torch.equal(value, after[1][key]), key
+    assert process.memory_info().rss - used < 500 << 20
+    failed = [line for line in server.said if "failed:" in line]
+    assert not failed, failed[0]
