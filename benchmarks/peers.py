@@ -65,7 +65,7 @@ def _install(peer: Peer) -> str:
         subprocess.run([sys.executable, "-m", "venv", home], check=True, capture_output=True, text=True)
         for packages in peer.packages:
             # Without pip's cache, which would keep another half gigabyte.
-            command = [peer.python, "-m", "pip", "install", "--quiet", "--no-cache-dir", "--only-binary", ":all:"]
+            command = [str(peer.python), "-m", "pip", "install", "--quiet", "--no-cache-dir", "--only-binary", ":all:"]
             done = subprocess.run(
                 [*command, *packages], capture_output=True, text=True, timeout=INSTALL_WITHIN_S, check=False
             )

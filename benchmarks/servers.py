@@ -110,7 +110,7 @@ class Size:
 SIZES = {
     "full": Size(40_000_000, (1, 2), steps=40, fast_steps=150, warm_up=8),
     "quick": Size(40_000_000, (1, 2), steps=12, fast_steps=30, warm_up=4),
-    "tiny": Size(40_000, (2,), steps=6, fast_steps=6, warm_up=2),
+    "tiny": Size(40_000, (2,), steps=20, fast_steps=20, warm_up=2),
 }
 
 

@@ -154,6 +154,9 @@ class Trainer:
 
         `dataset`: a tensor, a tuple of tensors, a map-style dataset, or an iterable. The order follows from `seed`
         and the epoch. Calling this again with the same arguments goes on with the next epochs.
+
+        With `--in-graph` this process is several replicas: a batch is then a list of theirs, and `step` takes the
+        list (one that has been changed must be as long).
         """
         if isinstance(batch_size, int) and batch_size < self._place.world and self._place.servers is None:
             raise DataError(

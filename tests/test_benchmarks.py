@@ -6,21 +6,25 @@ import importlib
 import mmap
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import __main__ as command
-from benchmarks import load, memory, processes, report
+from benchmarks import load, memory, peers, processes, report, servers, sparse, staleness, straggler
 from benchmarks.machine import Machine, this_machine
 from benchmarks.measure import (
     Claim,
+    Curve,
+    Plot,
     Result,
     Series,
     Setting,
@@ -29,9 +33,10 @@ from benchmarks.measure import (
     median_exchange_s,
     median_step_s,
     per_round,
+    steps_per_second,
     time_in_turns,
 )
-from benchmarks.plot import draw
+from benchmarks.plot import draw, draw_curves
 from benchmarks.training import Training, read_marks
 from paceline.errors import InvalidInput
 from paceline.launch.cores import allowed_cores, share_of_cores
@@ -94,6 +99,15 @@ def test_an_exchange_is_counted_from_the_last_rank_that_is_ready_until_all_are_d
     assert median_exchange_s([rank0, rank1], warm_up=1) == 1.5
 
 
+def test_steps_are_counted_only_while_all_replicas_make_them() -> None:
+    early = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    late = [3.5, 4.5, 5.5, 6.5, 7.5, 8.5]
+    # From 3.5, when the late one has made its first step, to 6, when the early one has made its last.
+    assert steps_per_second([early, late], warm_up=1) == 5 / 2.5
+    assert steps_per_second([early], warm_up=2) == 1.0
+    assert steps_per_second([[1.0, 2.0], [3.0, 4.0]], warm_up=1) == 1.0  # they never met
+
+
 def test_a_claim_is_reached_by_its_median_on_the_right_side_of_the_bar() -> None:
     rounds = (0.9, 1.1, 2.0)
     assert Claim(text="", rounds=rounds, at_least=1.1).reached is True
@@ -128,6 +142,85 @@ def test_a_child_that_was_waited_for_counts_as_own() -> None:
     assert own_now_s - own_s >= 0.2
     assert all_now_s - all_s >= own_now_s - own_s - 0.05  # ticks are coarse
     assert now_s > wall_s
+
+
+# ── parameter servers ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_auto_has_come_to_three_when_a_replica_has_a_third_of_the_batch_and_keeps_it() -> None:
+    size = straggler.Size(batch_size=96, sleep_ms=1.0, steps=20, warm_up=2)
+    shares = [24, 24, 32, 24, 24, 32, 31, 32, 33, 32, 32, 8]  # once by chance, then for good, but for the data's end
+    steps = [straggler.Step(float(number), number, share) for number, share in enumerate(shares, 1)]
+    assert size.found_at(steps) == 6
+    assert size.found_at(steps[:5]) == 5
+    assert size.samples_per_second(steps, batch_size=96) == 96.0
+
+
+def test_samples_of_async_updates_are_counted_as_such() -> None:
+    size = straggler.Size(batch_size=96, sleep_ms=1.0, steps=20, warm_up=2)
+    steps = [straggler.Step(float(number), 3 * number, 32) for number in range(1, 9)]
+    assert size.samples_per_second(steps, batch_size=32) == 96.0
+
+
+def test_staleness_is_the_mean_over_all_gradients_and_accuracy_the_median_of_the_last_evaluations() -> None:
+    curve = tuple((float(x), y) for x, y in enumerate([0.1, 0.9, 0.2, 0.95, 0.94, 0.96]))
+    found = staleness.Found(curve, {0: 1, 3: 5, 4: 2})
+    assert found.mean_staleness == 23 / 8
+    assert found.accuracy == 0.94
+    assert staleness.Found(curve, {}).mean_staleness == 0
+
+
+def test_rows_that_must_travel_are_the_touched_ones_both_ways_with_their_numbers() -> None:
+    assert sparse.SIZES["full"].least_bytes == 2 * 2048 * (16 * 4 + 8)
+
+
+def test_a_peer_that_is_not_installed_is_skipped_with_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "FOLDER", tmp_path)
+    notes: list[str] = []
+    contestants = servers._contestants(servers.SIZES["tiny"], notes)
+    assert servers.RPC in contestants
+    assert servers.RAY not in contestants
+    assert f"Skipped {servers.RAY}: Ray is not installed, `make peers` does it where it can." in notes
+    assert f"Skipped {servers.TENSORFLOW}: TensorFlow is not installed, `make peers` does it where it can." in notes
+
+
+def test_paceline_is_held_against_the_best_of_the_peers_and_the_bars_are_of_two_replicas() -> None:
+    rates = {servers.SHARED: 90.0, servers.TCP: 20.0, servers.TLS: 10.0, servers.RPC: 5.0, servers.RAY: 10.0}
+    series = {
+        servers._in(name, count): Series(name, servers.UNIT, (rate,))
+        for name, rate in rates.items()
+        for count in (1, 2)
+    }
+    alone, both = (servers._claims(series, count) for count in (1, 2))
+    assert [claim.rounds for claim in both] == [(9.0,), (2.0,), (0.5,)]
+    assert [claim.at_least for claim in both] == [servers.SHARED_LEAST, servers.TCP_LEAST, servers.TLS_LEAST]
+    assert all(claim.reached is None for claim in alone)
+
+
+def test_bytes_over_tcp_are_counted_both_ways_and_those_of_pipes_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(processes.SCRIPTS)
+    traffic = importlib.import_module("traffic")
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as one:
+        other, _ = listener.accept()
+        left, right = socket.socketpair()
+        with other, left, right:
+            before = traffic.bytes_so_far()
+            one.sendall(b"x" * 1000)
+            assert other.recv(1000, socket.MSG_WAITALL) == b"x" * 1000
+            left.sendall(b"x" * 500)
+            while (counted := traffic.bytes_so_far() - before) < 2000:  # the acknowledgement may be on its way
+                time.sleep(0.01)
+    assert counted == 2000  # sent by one end, received by the other, both of this process
+
+
+def test_all_rows_of_a_step_are_different(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(processes.SCRIPTS)
+    rows = importlib.import_module("rows")
+    options = rows.parse(None).parse_args(["--rows", "10000", "--touched", "4096", "--steps", "3"])
+    for step in rows.make_data(options).split(rows.batch_size(options)):
+        assert step.unique().numel() == step.numel() == 4096
+        assert step.min() >= 0
+        assert step.max() < 10_000
 
 
 # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -196,6 +289,23 @@ sys.exit("so it ends")
         processes.run([processes.Process([sys.executable, "-c", source]) for source in (sleeper, failing)])
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid_file.read_text()), 0)
+
+
+def test_servers_are_ended_when_all_others_have(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    serving = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    waiting = f"import os, time\nwhile not os.path.exists({str(pid_file)!r}): time.sleep(0.01)\ntime.sleep(0.1)"
+    server, client = (processes.Process([sys.executable, "-c", source]) for source in (serving, waiting))
+    processes.run([client], servers=[server])
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid_file.read_text()), 0)
+
+
+def test_when_a_server_fails_so_does_the_run() -> None:
+    failing = processes.Process([sys.executable, "-c", "import sys; sys.exit('no port')"])
+    client = processes.Process([sys.executable, "-c", "import time; time.sleep(60)"])
+    with pytest.raises(processes.Failed, match="no port"):
+        processes.run([client], servers=[failing])
 
 
 def test_ddp_ranks_are_pinned_as_paceline_pins_replicas() -> None:
@@ -288,6 +398,18 @@ def test_the_plot_is_a_picture_of_all_kinds_of_claims(tmp_path: Path) -> None:
     assert (tmp_path / "ratios.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_benchmarks_own_plot_is_a_picture_and_the_page_shows_it(tmp_path: Path) -> None:
+    curves = (Curve("threads", ((1.0, 2.0), (10.0, 9.0))), Curve("processes", ((1.0, 3.0),)))
+    for log in (True, False):
+        draw_curves(Plot(x="replicas", y="ms", curves=curves, log=log), tmp_path / "plot.png", "A title")
+        assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    plotted = msgspec.structs.replace(result(), plot=Plot(x="replicas", y="ms", curves=curves))
+    written = report.Report(MACHINE, {"replicas": plotted})
+    _, page = report.write(written, tmp_path)
+    assert report.read(tmp_path) == written
+    assert "![ms, by replicas](benchmarks-replicas.png)" in page.read_text()
+
+
 # ── the command ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -348,7 +470,8 @@ def test_when_it_is_told_to_end_nothing_that_it_started_is_left() -> None:
 # ── the benchmarks ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-IN_EVERY_TEST_RUN = ("conv", "allreduce")  # between them they start all but the plain script; `make soak` runs all
+# Between them they start all but the plain script and the peers; `make soak` runs all.
+IN_EVERY_TEST_RUN = ("conv", "allreduce", "replicas")
 
 
 @pytest.mark.parametrize(

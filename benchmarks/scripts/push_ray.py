@@ -8,7 +8,7 @@ import os
 
 import numpy as np
 import ray
-from push import LR, check, parse, times_of
+from push import LR, check, meet, parse, times_of
 from stopwatch import Stopwatch
 
 
@@ -33,9 +33,10 @@ class Replica:
         self.server = server
         self.gradient = np.ones(count, np.float32)
 
-    def train(self, steps, times):
-        watch = Stopwatch(times)
-        for _ in range(steps):
+    def train(self, options, number):
+        meet(options, number, options.replicas)
+        watch = Stopwatch(times_of(options, number))
+        for _ in range(options.steps):
             weight = ray.get(self.server.push_pull.remote(self.gradient))
             watch.step()
         assert weight.shape == self.gradient.shape
@@ -56,7 +57,7 @@ def main():
     )
     server = Server.remote(count)
     replicas = [Replica.remote(server, count) for _ in range(options.replicas)]
-    ray.get([replica.train.remote(options.steps, times_of(options, n)) for n, replica in enumerate(replicas)])
+    ray.get([replica.train.remote(options, number) for number, replica in enumerate(replicas)])
     check(ray.get(server.largest.remote()), options.replicas * options.steps)
     ray.shutdown()
 

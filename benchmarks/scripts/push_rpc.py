@@ -3,11 +3,12 @@
 The last rank is the server. A step is one call, there with the gradient and back with the parameters.
 """
 
+import os
 import threading
 import time
 
 import torch
-from push import LR, check, parse, times_of
+from push import LR, check, meet, parse, times_of
 from stopwatch import Stopwatch
 from torch.distributed import rpc
 
@@ -27,13 +28,7 @@ def push_pull(gradient: torch.Tensor) -> torch.Tensor:
     return Server.weight
 
 
-def pull() -> torch.Tensor:
-    return Server.weight
-
-
 def main() -> None:
-    import os
-
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     options = parse(__doc__).parse_args()
     replicas = world - 1
@@ -43,6 +38,7 @@ def main() -> None:
     rpc.init_rpc("server" if server else f"replica{rank}", rank=rank, world_size=world)
     if not server:
         gradient = torch.ones(options.bytes // 4)
+        meet(options, rank, replicas)
         watch = Stopwatch(times_of(options, rank))
         for _ in range(options.steps):
             weight = rpc.rpc_sync("server", push_pull, args=(gradient,))

@@ -17,6 +17,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -29,6 +30,7 @@ from paceline.central.chief import Close
 from paceline.central.connection import FIRST_CONTACT_S, Connection
 from paceline.central.container import Coding
 from paceline.central.embedding import Lookup, find_tables
+from paceline.central.landing import Landing
 from paceline.central.server import bytes_of, machine_identity, type_name
 from paceline.central.shards import Part, Shards, describe, plain_options
 from paceline.central.tables import Dealt, Rows, TableSpec, table_view
@@ -131,9 +133,14 @@ class Client:
             for side in self._sides:
                 side.connection.close()
             raise
+        self._landing = Landing(self.shards)
+        self._marks = [torch.ones(len(side.layout.slots), dtype=torch.uint8) for side in self._sides]
+        self._ticket: int | None = None  # the one that is being computed
+        self._early: dict[int, _Job] = {}  # by server: gradients that are being sent while backward runs
         self.collector = GradientCollector(
             [self._parameters[name] for name in self.shards.names],
             [self._destination(name) for name in self.shards.names],
+            self._landed,
         )
         self._ready = True
 
@@ -465,17 +472,56 @@ class Client:
 
     def push(self, ticket: int, used: Sequence[bool]) -> None:
         """Leave the gradient that the collector has gathered with all servers."""
+        early, self._early = self._early, {}
         untouched: list[list[int]] = [[] for _ in self._sides]
         for name, was_used in zip(self.shards.names, used, strict=True):
             if not was_used:
                 for part in self.shards.parts[name]:
                     untouched[part.server].append(part.slot)
+        for number, slots in enumerate(untouched):
+            self._marks[number].fill_(1)
+            self._marks[number][slots] = 0
+        self._landing.finish()
         rows = self._take_rows()
         jobs = [
-            lambda side=side, slots=slots, own=own: self._push_to(side, ticket, slots, own)
-            for side, slots, own in zip(self._sides, untouched, rows, strict=True)
+            early[number].result if number in early else partial(self._push_to, side, ticket, slots, own)
+            for number, (side, slots, own) in enumerate(zip(self._sides, untouched, rows, strict=True))
         ]
         _together(jobs)
+
+    def _landed(self, parameter: int) -> None:
+        """A gradient is complete. The first one of a step starts the senders."""
+        self._landing.landed(parameter)
+        if self._ticket is not None and not self._early and not self.tables:
+            for number, side in enumerate(self._sides):
+                if side.arena is None:
+                    self._early[number] = _Job(partial(self._push_early, number, side, self._ticket))
+
+    def _push_early(self, number: int, side: _Side, ticket: int) -> None:
+        request = p.Push(
+            container=self.container,
+            replica=self.replica,
+            incarnation=self.incarnation,
+            ticket=ticket,
+            wire=self._wire,
+            marks=True,
+        )
+        coding = Coding(side.layout, self._wire)
+
+        def body() -> Iterator[memoryview]:
+            yield from self._coded(side, coding, partial(self._landing.wait, number))
+            self._landing.wait_for_all()
+            yield bytes_of(self._marks[number])
+
+        total = coding.bytes + len(side.layout.slots)
+        side.connection.call(request, p.Done, body=body, body_bytes=total)
+
+    def abandon(self) -> None:
+        """The step will not be completed."""
+        self._landing.give_up()
+        for job in self._early.values():
+            job.wait()
+        self._early = {}
 
     def _take_rows(self) -> list[list[Rows]]:
         """The gradients of this step's rows, by server and table."""
@@ -516,9 +562,10 @@ class Client:
             if untouched:
                 touched[untouched] = 0
 
-    def _coded(self, side: _Side, coding: Coding) -> Iterator[memoryview]:
+    def _coded(self, side: _Side, coding: Coding, wait: Callable[[int], None] = lambda _: None) -> Iterator[memoryview]:
         room = torch.empty(0 if coding.exact else coding.most, dtype=torch.uint8)
         for number, chunk in enumerate(side.layout.chunks):
+            wait(number)
             feedback = side.feedback.get(number)
             if feedback is not None:
                 coded = room[: coding.bytes_of(chunk)]
@@ -786,8 +833,10 @@ class Client:
         request = p.Leave(container=self.container, replica=self.replica, incarnation=self.incarnation)
         self._to_chief.call(request, p.Done, timeout_s=5.0)
 
-    def begin(self) -> None:
+    def begin(self, ticket: int | None = None) -> None:
         """A step begins: whatever backward produces from now on belongs to it."""
+        self._ticket = ticket
+        self._landing.begin()
         self.collector.begin()
         for lookup in self.tables:
             lookup.forget()
@@ -805,6 +854,31 @@ class Client:
             side.connection.close()
             if side.arena is not None:
                 side.arena.arena.close()
+
+
+class _Job:
+    """Something that runs in a thread of its own."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="paceline-push", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._act()
+        except BaseException as error:
+            self._failure = error
+
+    def wait(self) -> None:
+        self._thread.join()
+
+    def result(self) -> None:
+        """Waits for its end, and raises what it has raised."""
+        self.wait()
+        if self._failure is not None:
+            raise self._failure
 
 
 class _Pieces:

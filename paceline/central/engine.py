@@ -51,8 +51,12 @@ def work_on(
         enter(Phase.COMPUTING)
         if client.pulled < ticket.step or not ticket.sync:
             client.pull(sync=ticket.sync)
-        client.begin()
-        computed = compute(ticket)
+        client.begin(ticket.ticket)
+        try:
+            computed = compute(ticket)
+        except BaseException:
+            client.abandon()
+            raise
         used = client.collector.finish()
         if used and not any(used) and not client.tables:
             raise LossError("loss", "computed", "no parameter has a gradient; use the model that it is called with")

@@ -81,6 +81,7 @@ class Push(Message, frozen=True, kw_only=True):
     wire: str
     untouched: list[int] = []  # slots of this server without a gradient
     shared: bool = False
+    marks: bool = False  # sent during backward: instead of `untouched`, a byte for each slot after the gradient
     rows: list[int] = []  # for each table how many rows: at the end of the body, their numbers and their gradients
 
 

@@ -568,12 +568,16 @@ class _Visitor:
                     coded = room[: coding.bytes_of(chunk)]
                     self._channel.read_body(bytes_of(coded))
                     coding.decode(coded, flat, chunk)
+        untouched = request.untouched
+        if request.marks:
+            marks = self._read_tensor("uint8", (len(container.layout.slots),))
+            untouched = [slot for slot, touched in enumerate(marks.tolist()) if not touched]
         rows = self._read_rows(container, request.rows) if request.rows else []
         pushed = Pushed(
             replica=request.replica,
             incarnation=request.incarnation,
             ticket=request.ticket,
-            untouched=request.untouched,
+            untouched=untouched,
             rows=request.rows,
         )
         container.push(pushed, rows, shared=request.shared)

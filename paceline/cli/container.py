@@ -205,7 +205,9 @@ class _Shown:
             f"{summary.name}: step {summary.step}, {summary.optimizer}, {_size(sum(summary.bytes_by_server))}",
             f"rule      {plain['rule']}; {summary.accepting} gradients make a step now",
             f"replicas  {replicas}",
-            f"last step loss {float(plain['loss'] or math.nan):.4g} over {plain['batch']} samples",
+            f"last step loss {_number(plain['loss'])} over {plain['batch']} samples"
+            if plain["batch"]
+            else "no step yet",
             f"gradients {plain['late']} late, {plain['dropped']} dropped",
         ]
         for number, chapter in enumerate(self._chapters):
@@ -234,6 +236,10 @@ class _Shown:
             for tensor in summary.tensors
         ]
         _table(("tensor", "shape", "type", "", "servers"), rows)
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4g}"
 
 
 def _counted(chapter: dict[str, Any]) -> int:

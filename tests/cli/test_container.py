@@ -81,15 +81,15 @@ def test_list_is_a_line_a_container(said: Said, server: Server) -> None:
         lines = [line.split() for line in said("list").splitlines()]
         assert lines[0] == ["name", "step", "size", "tensors", "optimizer", "replicas", "rule", "loss"]
         assert lines[1] == ["another", "0", "1.0", "MB", "2", "Adam", "1", "sync", "-"]
-        assert lines[2] == ["digits", "0", "320", "B", "6", "Adam", "1", "sync", "-"]
+        assert lines[2] == ["digits", "0", "448", "B", "6", "Adam", "1", "sync", "-"]
         assert [listed["name"] for listed in json.loads(said("list", "--json"))] == ["another", "digits"]
 
 
 def test_show_tells_what_is_where(said: Said, server: Server) -> None:
     shown = said("show", "digits")
-    assert "digits: step 0, Adam, 320 B" in shown
+    assert "digits: step 0, Adam, 448 B" in shown
     assert "replicas  0" in shown
-    assert f"server 0  {server.address}  320 B" in shown
+    assert f"server 0  {server.address}  448 B" in shown
     assert any(line.split() == ["0.weight", "8", "x", "4", "float32", "trained", "0"] for line in shown.splitlines())
     assert "1.running_mean" in shown
     plain = json.loads(said("show", "digits", "--json"))
