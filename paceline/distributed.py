@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.errors import ReplicaDied
+from paceline.errors import ReplicaDied, StrategyError
 from paceline.exchange.board import Board, HostWord, Kind, Members, Phase, Word
 from paceline.exchange.links import Links
 from paceline.exchange.together import Together
@@ -49,6 +49,10 @@ def distribute(model: Model, optimizer: SomeOptimizer) -> tuple[Model, SomeOptim
     exchange, for gradient accumulation.
     """
     where = find_place()
+    if where.servers is not None:
+        raise StrategyError(
+            "servers", len(where.servers.addresses), "pl.distribute has mirrored replicas only; use pl.Trainer"
+        )
     if where.world == 1 and where.board is None:
         model.no_sync = _nothing  # type: ignore[assignment]
         return model, optimizer

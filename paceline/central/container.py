@@ -475,7 +475,7 @@ class Container:
         given = _split(body, [place.nbytes, *self._bytes_of_rows(pushed.rows)])
         place.copy_(given[0])
         rows = [
-            Rows(ids.view(torch.int64), values.view(torch.float32).view(-1, table.spec.width))
+            Rows(ids.clone().view(torch.int64), values.clone().view(torch.float32).view(-1, table.spec.width))
             for table, ids, values in zip(self.tables, given[1::2], given[2::2], strict=False)
         ]
         self.admit(pushed.replica, pushed.incarnation)
@@ -483,7 +483,7 @@ class Container:
 
     def put_rows_again(self, put: RowsPut, body: memoryview) -> None:
         (values,) = _split(body, [len(body)])
-        self.put_rows(put, values.view(torch.float32).view(-1, self.tables[put.table].spec.width))
+        self.put_rows(put, values.clone().view(torch.float32).view(-1, self.tables[put.table].spec.width))
 
     def _bytes_of_rows(self, counts: Sequence[int]) -> list[int]:
         sizes = zip(counts, self.tables, strict=False)
@@ -511,12 +511,12 @@ class Container:
 
 
 def _split(body: memoryview, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """The bytes of a record's body, cut and with memory of their own."""
+    """The bytes of a record's body, cut; they lie where they were read to."""
     if len(body) != sum(sizes):
         raise CheckpointError(f"a record in the log has {len(body)} bytes instead of {sum(sizes)}")
     found, start = [], 0
     for size in sizes:
-        part = bytearray(body[start : start + size])
+        part = body[start : start + size]
         found.append(torch.frombuffer(part, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8))
         start += size
     return found

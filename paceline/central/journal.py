@@ -14,7 +14,9 @@ off, for nobody was told of it. Any other record that does not fit its checksum 
 What is written survives the death of the process at once, because the kernel has it. A power cut, or a crash of the
 machine, would lose the last seconds (as a rule up to 30), that is updates that were acknowledged, and servers may have
 lost different ones; with `flushed=True` records are on the disk itself before they are acknowledged, all that wait at
-one time with one flush. That costs the bandwidth of the disk at every push, and so it is not the default.
+one time with one flush. That costs the bandwidth of the disk at every push, and so it is not the default: with a model
+of 40 MB, two replicas and one server on two cores, a step of 0.10 s takes 0.22 s with a log, and 0.8 s with a flushed
+one. Most of the 0.12 s are the kernel's, which finds memory for what is written, on any kind of disk.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from paceline.central.shards import Option
 from paceline.errors import CheckpointError, PacelineError
 from paceline.rules import Rule
 
-LOG_BYTES = 1 << 30  # a log grows to this, or to some times the container, until there is a snapshot
+LOG_BYTES = 1 << 29  # a log grows to this, or to some times the container, until there is a snapshot
 LOG_TIMES = 4
 LOG_STEPS = 1000  # and to no more than this: a restarted server has to make them again
 
@@ -272,7 +274,10 @@ class Journal:
             raise CheckpointError(f"{path} is damaged: {error}; remove its folder to begin anew") from error
 
     def records(self) -> Iterator[tuple[AnyRecord, Body]]:
-        """What came after the snapshot, in order. When all is read, what is written goes behind it."""
+        """What came after the snapshot, in order; a body is there until the next is read.
+
+        When all is read, what is written goes behind it.
+        """
         numbers = [number for number in sorted(_numbers(self.folder, "log")) if number >= self._number]
         numbers = numbers or [self._number]
         for number in numbers:
@@ -326,7 +331,7 @@ def _head_crc(message_bytes: int, body_bytes: int, crc: int) -> int:
 
 def _read_log(path: Path, log: int, *, may_be_torn: bool) -> Iterator[tuple[AnyRecord, Body, int]]:
     """Every record, its body, and where it ends."""
-    offset, size = 0, os.fstat(log).st_size
+    offset, size, room = 0, os.fstat(log).st_size, bytearray()
 
     def damage(what: str) -> CheckpointError:
         return CheckpointError(f"{path} is damaged at byte {offset}: {what}; what came after it cannot be trusted")
@@ -334,14 +339,17 @@ def _read_log(path: Path, log: int, *, may_be_torn: bool) -> Iterator[tuple[AnyR
     while offset < size:
         if size - offset < _HEAD.size:
             break
-        magic, message_bytes, body_bytes, crc, head_crc = _HEAD.unpack(_read_exactly(log, _HEAD.size, offset))
+        magic, message_bytes, body_bytes, crc, head_crc = _HEAD.unpack(os.pread(log, _HEAD.size, offset))
         if magic != _MAGIC or head_crc != _head_crc(message_bytes, body_bytes, crc):
             raise damage("no record begins there")
         first = offset + _HEAD.size
         end = first + message_bytes + body_bytes
         if end > size:
             break
-        content = memoryview(_read_exactly(log, message_bytes + body_bytes, first))
+        if len(room) < end - first:
+            room = bytearray(end - first)  # not for every record: fresh memory costs more than reading
+        content = memoryview(room)[: end - first]
+        _read_exactly(log, content, first)
         if zlib.crc32(content) != crc:
             raise damage("its checksum is not that of its content")
         try:
@@ -354,13 +362,10 @@ def _read_log(path: Path, log: int, *, may_be_torn: bool) -> Iterator[tuple[AnyR
         raise damage("it ends in the middle of a record, and a newer log follows it")
 
 
-def _read_exactly(log: int, size: int, offset: int) -> bytearray:
-    content = bytearray(size)
-    view = memoryview(content)
+def _read_exactly(log: int, content: memoryview, offset: int) -> None:
     done = 0
-    while done < size:
-        done += os.preadv(log, [view[done : done + (1 << 30)]], offset + done)
-    return content
+    while done < len(content):
+        done += os.preadv(log, [content[done : done + (1 << 30)]], offset + done)
 
 
 def _write_all(log: int, part: memoryview, offset: int) -> int:

@@ -3,6 +3,11 @@
 Replicas need not be at the same step, nor make the same number of them. What they do have in common, an epoch's end, an
 evaluation, a save, the chief's books tell them: a replica that is started again runs its script from the first line,
 and the books answer for everything that lies behind.
+
+The books are the container's, and a container may outlive a run (`--join`). A later run in it is answered in the same
+way: epochs that were trained are not trained again, and evaluations at places of the script that lie behind have the
+result they had; with more epochs it goes on from there. What a run has *done*, such as a save, it has done for itself:
+a later run does it again.
 """
 
 from __future__ import annotations

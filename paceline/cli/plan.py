@@ -77,6 +77,8 @@ class Plan:
         own = {name: value for name, value in asdict(self).items() if name not in hidden}
         chosen = msgspec.structs.asdict(self.strategy)
         rule = chosen.pop("rule", None)
+        if not chosen["servers"]:
+            del chosen["servers"]
         return {**own, **chosen, **({"rule": in_words(rule)} if rule is not None else {})}
 
     @property

@@ -121,7 +121,8 @@ def _listening(host: str, port: int, listen: str) -> Iterator[socket.socket]:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        raise InvalidInput("listen", listen, f"{error.strerror or error}, give another address or port") from error
+        why = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else str(error)
+        raise InvalidInput("listen", listen, f"{why}, give another address or port") from error
     with listener:
         yield listener
 

@@ -22,13 +22,12 @@ def test_a_step_closes_without_the_slow_replica(run: Run) -> None:
     assert told["steps"] >= 480 // 12
     assert len(run.told("spare", SLOW)["accepted"]) < 0.6 * told["steps"]
     for replica in set(range(REPLICAS)) - {SLOW}:
-        assert len(run.told("spare", replica)["accepted"]) > 0.9 * told["steps"]
+        assert len(run.told("spare", replica)["accepted"]) > 0.7 * told["steps"]
 
 
 def test_who_is_late_is_counted_and_gives_its_samples_back(run: Run) -> None:
     told = run.told("spare")
     late = [run.told("spare", replica)["accepted"].count(False) for replica in range(REPLICAS)]
-    # One that was late at the very end, and was then told that there is no more, has not heard of it.
     assert sum(late) == told["late"] > 0
     assert late[SLOW] == max(late)
     assert told["ledger"] == "epoch 0: 480 samples, each once"

@@ -37,7 +37,7 @@ def server(tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch) ->
     Path("token").write_text(TOKEN)
     Path("token").chmod(0o600)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = Server(listener, token=TOKEN)
+        server = Server(listener, token=TOKEN, say=lambda _: None)
         thread = threading.Thread(target=server.run)
         thread.start()
         with contextlib.closing(made(server, "digits", model)):
