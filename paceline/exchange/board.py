@@ -38,6 +38,7 @@ COLLECTIVE_BITS = 16
 NEVER = 1 << 62
 
 SPIN_S = 0.001  # how long a wait burns its core before it begins to sleep
+OWN_CORE_SPIN_S = 0.02  # the same where every replica has a core of its own: nobody else wants it
 LONGEST_SLEEP_S = 0.001
 
 
@@ -52,6 +53,7 @@ class HostWord(enum.IntEnum):
     SUPERVISED = 5  # 1 if a supervisor declares deaths
     CLOSED = 6  # the last step that is complete: all shards updated
     BUFFERS_OF = 8  # chief: the op in which all take over its buffers
+    CORES = 9  # of the host, for its replicas; 0: unknown
     FIRST_REPLICA = 7  # number of this host's replica 0 among all hosts'
 
 
@@ -300,6 +302,8 @@ class Board:
     def wait(self, rank: int, phase: Phase, ready: Callable[[], bool], timeout_s: float) -> None:
         """Wait until `ready()`: spin for a moment, giving way to other processes, then sleep between looks.
 
+        A sleep ends late by up to a millisecond, which is a lot of a short step, and there are several waits in one.
+
         `ready` may raise `MemberLost` to end the wait.
         """
         if ready():
@@ -307,10 +311,11 @@ class Board:
         before = Phase(self.get(rank, Word.PHASE))
         self.enter(rank, phase)
         start = time.monotonic()
+        spin_s = OWN_CORE_SPIN_S if self.replicas <= self.host_get(HostWord.CORES) else SPIN_S
         sleep_s = 0.00005
         while not ready():
             waited_s = time.monotonic() - start
-            if waited_s < SPIN_S:
+            if waited_s < spin_s:
                 os.sched_yield()
                 continue
             time.sleep(sleep_s)

@@ -29,6 +29,7 @@ from typing import cast
 import msgspec
 
 from paceline.exchange.board import Board, HostWord, Phase, Word
+from paceline.launch.cores import allowed_cores
 from paceline.launch.place import Place
 from paceline.launch.replica import Guard, ReplicaProcess
 from paceline.launch.servers import LocalServers, ServerProcess
@@ -89,7 +90,7 @@ class Supervisor:
         self._job = job
         self._folder = folder
         self._display = display
-        self._board = Board.create(job.place.replicas, supervised=True)
+        self._board = _new_board(job)
         self._place = job.place
         self._servers: LocalServers | None = None
         self._living: dict[int, ReplicaProcess] = {}
@@ -422,6 +423,12 @@ class Supervisor:
 
     def _event(self, event: str, **fields: object) -> None:
         self._folder.events.write(event, **fields)
+
+
+def _new_board(job: Job) -> Board:
+    board = Board.create(job.place.replicas, supervised=True)
+    board.host_set(HostWord.CORES, len(allowed_cores()))
+    return board
 
 
 def _name(number: int) -> str:

@@ -32,7 +32,7 @@ from paceline.exchange.links import Links
 from paceline.exchange.shared import SharedSums
 from paceline.exchange.together import Together
 from paceline.launch.place import Place
-from paceline.owners.batchnorm import Statistics, has_batchnorm, make_exact, own
+from paceline.owners.batchnorm import Statistics, has_batchnorm, make_exact
 from paceline.owners.build import SharedModel, announce
 from paceline.owners.courier import BUCKET_BYTES, Courier
 from paceline.owners.engine import Closed, Computed, Share, StateByName
@@ -83,7 +83,6 @@ class MirroredEngine:
         self._has_batchnorm = has_batchnorm(model)
         self._exact_statistics = getattr(place.strategy, "batchnorm", "exact") == "exact"
         self._statistics = Statistics()
-        self._on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
         self._undo_exact = make_exact(model, self._statistics)
         if links is not None:
             self._shared.compare_hosts(links)
@@ -120,8 +119,6 @@ class MirroredEngine:
         self._some_were_idle |= len(among) < self._count
         if self._exact_statistics and len(among) > 1:
             self._statistics.sum = self._statistics_over(among)
-        elif not self._exact_statistics and self._on_cpu:
-            self._statistics.sum = own
         try:
             yield
         finally:
