@@ -202,10 +202,12 @@ class Client:
                         for number, chunk in enumerate(side.layout.chunks)
                         if chunk.dtype == torch.float32
                     }
-        if not all(side.opened is not None and side.opened.filled for side in self._sides):
-            self.once(p.FILL, self._fill)
         first = self._sides[0].opened
         assert first is not None
+        filled = all(side.opened is not None and side.opened.filled for side in self._sides)
+        # Before the first step somebody may still be giving the servers tables, or state.
+        if not filled or (first.step == 0 and not first.reopened):
+            self.once(p.FILL, self._fill)
         self.step = first.step
         if first.reopened:
             self._take_what_is_not_trained()

@@ -177,6 +177,7 @@ class Supervisor:
         if self._exit_code is not None:
             return
         self._deaths += 1
+        self._look_at_progress(time.monotonic())  # the last look may be a while ago
         how = f"was killed by {_name(-code)}" if code < 0 else f"ended with code {code}"
         what = f"server {server.number} {how} {_at(self._progress.step)}"
         self._event("server ended", server=server.number, code=code, step=self._progress.step)

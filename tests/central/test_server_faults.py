@@ -78,8 +78,15 @@ CASES = {
 }
 
 
+# A run with restarts takes its time: `make soak` has them all.
+IN_EVERY_TEST_RUN = ("the chief with gradients", "another server computing", "a replica before its push")
+
+
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [case if case in IN_EVERY_TEST_RUN else pytest.param(case, marks=pytest.mark.soak) for case in CASES],
+)
 def test_a_sync_run_ends_as_if_nobody_had_been_killed(start: Start, unkilled: Run, case: str) -> None:
     flags, given = CASES[case]
     run = start(SCRIPT, f"--replicas 2 {LOG} {flags}", kills(*given)).fine(END_S)
@@ -96,10 +103,10 @@ SOME = [("server 0", 2, "forward"), ("server 1", 5, "after push"), ("replica 1",
 @pytest.mark.parametrize(
     "flags",
     [
-        "--replicas 3 --accept 2",
-        "--replicas 2 --async",
+        pytest.param("--replicas 3 --accept 2", marks=pytest.mark.soak),
+        pytest.param("--replicas 2 --async", marks=pytest.mark.soak),
         "--replicas 2 --async --exchange tcp --stale compensate",
-        "--replicas 2 --bounded 1 --stale scale --wire bf16 --exchange tcp",
+        pytest.param("--replicas 2 --bounded 1 --stale scale --wire bf16 --exchange tcp", marks=pytest.mark.soak),
     ],
 )
 def test_other_rules_count_every_sample_once_and_learn_the_same(start: Start, unkilled: Run, flags: str) -> None:
