@@ -30,6 +30,7 @@ from paceline.central.chief import Close
 from paceline.central.connection import FIRST_CONTACT_S, Connection
 from paceline.central.container import Coding
 from paceline.central.embedding import Lookup, find_tables
+from paceline.central.jobs import Job, together
 from paceline.central.landing import Landing
 from paceline.central.server import bytes_of, machine_identity, type_name
 from paceline.central.shards import Part, Shards, describe, plain_options
@@ -136,7 +137,7 @@ class Client:
         self._landing = Landing(self.shards)
         self._marks = [torch.ones(len(side.layout.slots), dtype=torch.uint8) for side in self._sides]
         self._ticket: int | None = None  # the one that is being computed
-        self._early: dict[int, _Job] = {}  # by server: gradients that are being sent while backward runs
+        self._early: dict[int, Job] = {}  # by server: gradients that are being sent while backward runs
         self.collector = GradientCollector(
             [self._parameters[name] for name in self.shards.names],
             [self._destination(name) for name in self.shards.names],
@@ -489,7 +490,7 @@ class Client:
             early[number].result if number in early else partial(self._push_to, side, ticket, slots, own)
             for number, (side, slots, own) in enumerate(zip(self._sides, untouched, rows, strict=True))
         ]
-        _together(jobs)
+        together(jobs)
 
     def _landed(self, parameter: int) -> None:
         """A gradient is complete. The first one of a step starts the senders."""
@@ -497,7 +498,7 @@ class Client:
         if self._ticket is not None and not self._early and not self.tables:
             for number, side in enumerate(self._sides):
                 if side.arena is None:
-                    self._early[number] = _Job(partial(self._push_early, number, side, self._ticket))
+                    self._early[number] = Job(partial(self._push_early, number, side, self._ticket))
 
     def _push_early(self, number: int, side: _Side, ticket: int) -> None:
         request = p.Push(
@@ -858,31 +859,6 @@ class Client:
                 side.arena.arena.close()
 
 
-class _Job:
-    """Something that runs in a thread of its own."""
-
-    def __init__(self, act: Callable[[], None]) -> None:
-        self._act = act
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="paceline-push", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._act()
-        except BaseException as error:
-            self._failure = error
-
-    def wait(self) -> None:
-        self._thread.join()
-
-    def result(self) -> None:
-        """Waits for its end, and raises what it has raised."""
-        self.wait()
-        if self._failure is not None:
-            raise self._failure
-
-
 class _Pieces:
     """Several places for the parts of one gradient."""
 
@@ -934,26 +910,3 @@ def _elements(flat: torch.Tensor, layout: Layout, parts: Sequence[Part], like: t
     """All parts of a parameter, which lie one after another, as one tensor of its shape."""
     start = layout.slots[parts[0].slot].offset
     return flat[start : start + like.numel() * like.dtype.itemsize].view(like.dtype).view(like.shape)
-
-
-def _together(jobs: Sequence[Callable[[], None]]) -> None:
-    """All at the same time; the first failure is raised when all have ended."""
-    if len(jobs) == 1:
-        jobs[0]()
-        return
-    failures: list[BaseException] = []
-
-    def run(job: Callable[[], None]) -> None:
-        try:
-            job()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=run, args=(job,), daemon=True) for job in jobs[1:]]
-    for thread in threads:
-        thread.start()
-    run(jobs[0])
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]

@@ -12,6 +12,7 @@ import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ import torch
 
 from paceline.central.bounds import check_close, check_options, check_place
 from paceline.central.chief import Accepted, Close
+from paceline.central.jobs import together
 from paceline.central.journal import Journal, Made, Pulled, Pushed, RowsPut, packed, sealed
 from paceline.central.protocol import Settings
 from paceline.central.shards import Option, Shards, Spec, make_optimizer, restored_options
@@ -30,6 +32,7 @@ from paceline.memory.server_arena import ServerArena
 from paceline.owners.optimizer import ShardOptimizer
 from paceline.owners.state import StateLayout
 
+HANDS = 2  # threads that make a sync step; one core alone does not use all of the memory's bandwidth
 MOST_FROZEN = 4  # copies that are being read at a time
 
 States = dict[int, dict[str, Any]]
@@ -65,6 +68,15 @@ class _Memory:
         return self._blocks[number]
 
 
+class _Hand:
+    """What one thread needs to update chunks: an optimizer, and room for what it works out."""
+
+    def __init__(self, optimizer: ShardOptimizer, room: int) -> None:
+        self.optimizer = optimizer
+        self.scratch = torch.empty(room, dtype=torch.uint8)
+        self.correction = torch.empty(room, dtype=torch.uint8)
+
+
 class Container:
     """The parameters of one name on one server."""
 
@@ -80,9 +92,6 @@ class Container:
         self.reopened = False  # an earlier run has left what is here
         self.lock = threading.RLock()  # held while parameters are written, or read as a whole
         self._make_optimizer()
-        largest = max((chunk.bytes for chunk in self.layout.chunks), default=0)
-        self._scratch = torch.empty(largest, dtype=torch.uint8)
-        self._correction = torch.empty(largest, dtype=torch.uint8)
         self._sums = torch.zeros(self.layout.bytes if settings.recording else 0, dtype=torch.uint8)
         self._last_touched: list[int] = []
         self.tables = [Table(table, spec.optimizer.name, server, spec.servers) for table in spec.tables]
@@ -111,7 +120,9 @@ class Container:
             for chunk, of_chunk in zip(self.layout.chunks, states.entries, strict=True)
             for piece, entries in zip(chunk.pieces, of_chunk, strict=True)
         }
-        self._optimizer = ShardOptimizer(self._users, _Memory(self.arena, states.block_bytes), states)
+        memory = _Memory(self.arena, states.block_bytes)
+        largest = max((chunk.bytes for chunk in self.layout.chunks), default=0)
+        self._hands = [_Hand(ShardOptimizer(self._users, memory, states), largest) for _ in range(HANDS)]
 
     def reopen(self, spec: Spec, settings: Settings) -> None:
         """Another run goes on with what is here: it may have other replicas, and other options of the optimizer."""
@@ -128,7 +139,7 @@ class Container:
             self.shards = Shards(spec)
             self.layout = self.arena.layout = self.shards.layouts[self.server]
             self._make_optimizer()
-            self._optimizer.take_state(state)
+            self._take_state(state)
             self._sums = torch.zeros(self.layout.bytes if settings.recording else 0, dtype=torch.uint8)
             for of_run in (self._staged, self._used, self._rows, self._incarnations):
                 of_run.clear()
@@ -138,7 +149,7 @@ class Container:
         """Begin with what another container was."""
         with self.lock:
             self.arena.parameters.copy_(copy.parameters)
-            self._optimizer.take_state(copy.state)
+            self._take_state(copy.state)
             for table, held in zip(self.tables, copy.tables, strict=True):
                 table.weight.copy_(held.weight)
                 table.state = {key: value.clone() for key, value in held.state.items()}
@@ -223,7 +234,7 @@ class Container:
             touched = self._touched(close)
             total = 0.0
             for chunk in self.layout.chunks:
-                gradient = self._gradient(close, chunk)
+                gradient = self._gradient(close, chunk, self._hands[0])
                 for piece in chunk.pieces:
                     if touched[piece.slot]:
                         slot = self.layout.slots[piece.slot]
@@ -251,23 +262,41 @@ class Container:
                 self.note(Made(close=close, options=[dict(given) for given in options], scale=scale))
             self._take_options(options, close.lr)
             touched = self._last_touched = self._touched(close)
-            words = self.arena.words
-            for number, chunk in enumerate(self.layout.chunks):
-                gradient = self._gradient(close, chunk)
-                if self._sums.numel():
-                    self.arena.chunk_of(self._sums, chunk).copy_(gradient)
-                if scale != 1.0:
-                    gradient = torch.mul(gradient, scale, out=self._typed(self._scratch, chunk))
-                words[number + 1] += 1
-                try:
-                    self._optimizer.update(number, gradient, touched)
-                finally:
-                    words[number + 1] += 1  # nobody must wait for a chunk that is never finished
+            self._update_chunks(close, touched, scale)
             for number, table in enumerate(self.tables):
                 if given := self._rows_of(close, number):
                     table.update(given, self._users.param_groups[table.spec.group], scale)
             self.arena.version = close.step + 1
             self._used.update((accepted.replica, accepted.ticket) for accepted in close.accepted)
+
+    def _update_chunks(self, close: Close, touched: Sequence[int], scale: float) -> None:
+        def update(first: int) -> None:
+            for number in range(first, len(self.layout.chunks), HANDS):
+                self._update_chunk(number, self._hands[first], close, touched, scale)
+
+        if len(close.accepted) == 1:  # the others are computing, and need the cores
+            for first in range(HANDS):
+                update(first)
+        else:
+            together([partial(update, first) for first in range(HANDS)])
+
+    def _update_chunk(self, number: int, hand: _Hand, close: Close, touched: Sequence[int], scale: float) -> None:
+        chunk, words = self.layout.chunks[number], self.arena.words
+        gradient = self._gradient(close, chunk, hand)
+        if self._sums.numel():
+            self.arena.chunk_of(self._sums, chunk).copy_(gradient)
+        if scale != 1.0:
+            gradient = torch.mul(gradient, scale, out=self._typed(hand.scratch, chunk))
+        words[number + 1] += 1
+        try:
+            hand.optimizer.update(number, gradient, touched)
+        finally:
+            words[number + 1] += 1  # nobody must wait for a chunk that is never finished
+
+    def _take_state(self, states: States) -> None:
+        self._hands[0].optimizer.take_state(states)
+        for hand in self._hands:
+            hand.optimizer.forget()
 
     def note(self, made: Made, body: Sequence[memoryview] = ()) -> None:
         """Have a step in the journal before it is made: the gradients that make it are there by then."""
@@ -282,24 +311,25 @@ class Container:
         for group, given in zip(self._users.param_groups, options, strict=True):
             group.update(restored_options(given))
             group["lr"] = group["lr"] * factor
-        self._optimizer.refresh_options()
+        for hand in self._hands:
+            hand.optimizer.refresh_options()
 
     def _touched(self, close: Close) -> list[int]:
         rows = [accepted.replica for accepted in close.accepted]
         touched: list[int] = self.arena.touched[rows].amax(0).tolist()
         return touched
 
-    def _gradient(self, close: Close, chunk: Chunk) -> torch.Tensor:
+    def _gradient(self, close: Close, chunk: Chunk, hand: _Hand) -> torch.Tensor:
         """The weighted sum of the accepted gradients over a chunk."""
         first, *others = close.accepted
-        total = self._one_gradient(first, chunk, close.compensation)
+        total = self._one_gradient(first, chunk, close.compensation, hand)
         if others or first.weight != 1.0:
-            total = torch.mul(total, first.weight, out=self._typed(self._scratch, chunk))
+            total = torch.mul(total, first.weight, out=self._typed(hand.scratch, chunk))
         for accepted in others:
-            total.add_(self._one_gradient(accepted, chunk, close.compensation), alpha=accepted.weight)
+            total.add_(self._one_gradient(accepted, chunk, close.compensation, hand), alpha=accepted.weight)
         return total
 
-    def _one_gradient(self, accepted: Accepted, chunk: Chunk, compensation: float) -> torch.Tensor:
+    def _one_gradient(self, accepted: Accepted, chunk: Chunk, compensation: float, hand: _Hand) -> torch.Tensor:
         gradient = self.arena.chunk_of(self.arena.gradients[accepted.replica], chunk)
         if not self._corrects(accepted, compensation):
             return gradient
@@ -307,7 +337,7 @@ class Container:
         # about the square of the gradient.
         pulled = self.arena.chunk_of(self.arena.pulled[accepted.replica], chunk)
         now = self.arena.chunk_of(self.arena.parameters, chunk)
-        correction = torch.sub(now, pulled, out=self._typed(self._correction, chunk))
+        correction = torch.sub(now, pulled, out=self._typed(hand.correction, chunk))
         return correction.mul_(gradient).mul_(gradient).mul_(compensation).add_(gradient)
 
     def _corrects(self, accepted: Accepted, compensation: float) -> bool:
@@ -365,7 +395,7 @@ class Container:
     def _state(self) -> States:
         return {
             slot: {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
-            for slot, state in self._optimizer.give_state().items()
+            for slot, state in self._hands[0].optimizer.give_state().items()
         }
 
     # ── values in ────────────────────────────────────────────────────────────────────────────────────────
@@ -388,7 +418,7 @@ class Container:
 
     def restore_state(self, states: States) -> None:
         with self.lock:
-            self._optimizer.take_state(states)
+            self._take_state(states)
 
     # ── after the death of the process before ────────────────────────────────────────────────────────────
 

@@ -19,7 +19,6 @@ import msgspec
 
 from paceline.errors import LaunchError
 from paceline.exchange.secure import write_token
-from paceline.launch.cores import allowed_cores
 from paceline.launch.place import ServersPlace
 from paceline.launch.replica import PARENT_VARIABLE, Guard
 
@@ -39,14 +38,13 @@ class ServerSetting(msgspec.Struct, frozen=True, kw_only=True):
 class ServerProcess:
     """A running server."""
 
-    def __init__(self, setting: ServerSetting, log: Path, servers: int, guard: Guard) -> None:
+    def __init__(self, setting: ServerSetting, log: Path, guard: Guard) -> None:
         self.number = setting.number
-        threads = str(max(1, len(allowed_cores()) // servers))
         environment = {
             **os.environ,
             SERVER_VARIABLE: msgspec.json.encode(setting).decode(),
             PARENT_VARIABLE: str(os.getpid()),
-            "OMP_NUM_THREADS": threads,
+            "OMP_NUM_THREADS": "1",  # it has threads of its own, for whole chunks
             # Threads of a server that has nothing to do must not keep the replicas from computing.
             "OMP_WAIT_POLICY": "passive",
         }
@@ -107,7 +105,7 @@ class LocalServers:
             folder=str(self._folder / f"server-{number}") if self._keep else None,
         )
         log = self._folder / f"server-{number}.log"
-        self.living[number] = ServerProcess(setting, log, self.count, self._guard)
+        self.living[number] = ServerProcess(setting, log, self._guard)
         return self.living[number]
 
     def last_words(self, number: int) -> str:
