@@ -75,6 +75,7 @@ def join(servers: list[ServerProcess]) -> str:
     return f"--join {','.join(server.address for server in servers)} --token {shlex.quote(str(servers[0].folder))}"
 
 
+@pytest.mark.soak
 def test_a_run_goes_on_in_a_container_that_another_has_left(start: Start, servers: list[ServerProcess]) -> None:
     whole = start(TRAIN, "--replicas 2 --servers 2", "--epochs 4").fine()
     first = start(TRAIN, f"--replicas 2 {join(servers)} --container halves", "--epochs 2").fine()
