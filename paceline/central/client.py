@@ -337,6 +337,13 @@ class Client:
                 )
                 side.connection.call(request, p.Done, body=lambda part=part: [bytes_of(part)])  # type: ignore[misc]
 
+    def give_table(self, table: int, weight: torch.Tensor, state: dict[str, Any]) -> None:
+        """A whole table and its optimizer state, as `read_table` has them."""
+        self.put_table(table, "", weight, int(state.get("step", 0)))
+        for key, value in state.items():
+            if key != "step":
+                self.put_table(table, key, value)
+
     def read_table(self, copy: int, table: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """A whole table and its optimizer state, of a frozen copy."""
         lookup = self.tables[table]
@@ -471,7 +478,7 @@ class Client:
         request = p.Pull(
             container=self.container, replica=self.replica, at_least=self.step, wire=PARAMETER_WIRE[self._wire]
         )
-        return int(side.connection.call(request, p.Pulled, read=read).step)
+        return int(side.connection.wait(request, p.Pulled, read=read).step)
 
     def push(self, ticket: int, used: Sequence[bool]) -> None:
         """Leave the gradient that the collector has gathered with all servers."""
@@ -501,14 +508,7 @@ class Client:
                     self._early[number] = Job(partial(self._push_early, number, side, self._ticket))
 
     def _push_early(self, number: int, side: _Side, ticket: int) -> None:
-        request = p.Push(
-            container=self.container,
-            replica=self.replica,
-            incarnation=self.incarnation,
-            ticket=ticket,
-            wire=self._wire,
-            marks=True,
-        )
+        request = self._push_request(ticket, marks=True)
         coding = Coding(side.layout, self._wire)
 
         def body() -> Iterator[memoryview]:
@@ -522,9 +522,20 @@ class Client:
     def abandon(self) -> None:
         """The step will not be completed."""
         self._landing.give_up()
-        for job in self._early.values():
+        for number, job in self._early.items():
             job.wait()
+            self._sides[number].connection.disconnect()  # half of a gradient has been sent
         self._early = {}
+
+    def _push_request(self, ticket: int, **how: Any) -> p.Push:
+        return p.Push(
+            container=self.container,
+            replica=self.replica,
+            incarnation=self.incarnation,
+            ticket=ticket,
+            wire=self._wire,
+            **how,
+        )
 
     def _take_rows(self) -> list[list[Rows]]:
         """The gradients of this step's rows, by server and table."""
@@ -537,16 +548,8 @@ class Client:
         return found
 
     def _push_to(self, side: _Side, ticket: int, untouched: list[int], rows: list[Rows]) -> None:
-        request = p.Push(
-            container=self.container,
-            replica=self.replica,
-            incarnation=self.incarnation,
-            ticket=ticket,
-            wire=self._wire,
-            untouched=untouched,
-            shared=side.arena is not None,
-            rows=[len(given.ids) for given in rows],
-        )
+        counts = [len(given.ids) for given in rows]
+        request = self._push_request(ticket, untouched=untouched, shared=side.arena is not None, rows=counts)
         tail = [view for given in rows for view in (bytes_of(given.ids), bytes_of(given.values))]
         tail_bytes = sum(view.nbytes for view in tail)
         if side.arena is None:
@@ -664,7 +667,8 @@ class Client:
 
     def steps_made(self) -> int:
         """By the servers, so far."""
-        return int(self._to_chief.call(p.Freeze(container=self.container), p.Copied).step)
+        listed: p.Listed = self._to_chief.call(p.Containers(), p.Listed)
+        return next(container.step for container in listed.containers if container.name == self.container)
 
     def measure(self, close: Close) -> float:
         """The squared length of that step's gradient."""

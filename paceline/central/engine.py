@@ -25,7 +25,7 @@ from paceline.exchange.board import Board, HostWord, Phase, Word
 from paceline.exchange.secure import Keys, read_token
 from paceline.launch.place import Place
 from paceline.owners.build import announce
-from paceline.owners.engine import Closed, Computed, Share, StateByName
+from paceline.owners.engine import Closed, Computed, StateByName
 from paceline.owners.models import own_state
 from paceline.rules import Rule
 from paceline.strategy import Centralized
@@ -287,7 +287,7 @@ class CentralizedEngine:
         def give() -> None:
             values = {name: model[name] for name in trained}
             for lookup in self.client.tables:
-                self._give_table(lookup.number, model[lookup.name], optimizer.get(lookup.name, {}))
+                self.client.give_table(lookup.number, model[lookup.name], optimizer.get(lookup.name, {}))
             self.client.restore(values, optimizer, books["step"], json.dumps(books).encode())
 
         self._resumes += 1
@@ -295,19 +295,9 @@ class CentralizedEngine:
         self.client.step = books["step"]
         self.client.pull(sync=True)
 
-    def _give_table(self, table: int, weight: torch.Tensor, state: dict[str, Any]) -> None:
-        steps = int(state.get("step", 0))
-        self.client.put_table(table, "", weight, steps)
-        for key, value in state.items():
-            if key != "step":
-                self.client.put_table(table, key, value)
-
     def books(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self.client.notes())
         return found
-
-    def share(self) -> Share:
-        return Share(0, 1)
 
     def close(self) -> None:
         self.client.close()

@@ -11,7 +11,11 @@ from collections import Counter
 from collections.abc import Callable
 
 from paceline.central.shards import Shards
-from paceline.exchange.frames import ConnectionLost
+from paceline.errors import PacelineError
+
+
+class GivenUp(PacelineError):
+    """Backward has failed: what was being sent will never be complete, and must not be sent again."""
 
 
 class Landing:
@@ -65,4 +69,4 @@ class Landing:
         with self._changed:
             self._changed.wait_for(lambda: ready() or self._finished or self._given_up)
             if self._given_up:
-                raise ConnectionLost("the step was given up")
+                raise GivenUp("the step was given up")

@@ -91,7 +91,6 @@ class Leased:
         self._itinerary = Itinerary()
         self._scheduled = 0  # how many steps the scheduler has been told
         self._held: Given | None = None
-        self._evaluations: dict[tuple[int, int], int] = {}
 
     def _open_engine(self, clip_norm: float | None) -> CentralizedEngine:
         return CentralizedEngine(self._model, self._optimizer, self._place, clip_norm)

@@ -95,11 +95,7 @@ class TablesOnServers:
 
     def put(self, weights: dict[str, torch.Tensor], states: dict[str, dict[str, Any]]) -> None:
         for lookup in self._client.tables:
-            state = states.get(lookup.name, {})
-            self._client.put_table(lookup.number, "", weights[lookup.name], int(state.get("step", 0)))
-            for key, value in state.items():
-                if key != "step":
-                    self._client.put_table(lookup.number, key, value)
+            self._client.give_table(lookup.number, weights[lookup.name], states.get(lookup.name, {}))
 
     def close(self) -> None:
         self._client.close()

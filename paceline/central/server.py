@@ -32,7 +32,7 @@ from paceline.central.container import Coding, Container, States
 from paceline.central.journal import Pushed, RowsPut
 from paceline.central.recovery import keep, recover
 from paceline.central.shards import DTYPES
-from paceline.central.steps import Steps
+from paceline.central.steps import ANSWER_WITHIN_S, Steps
 from paceline.central.tables import Rows
 from paceline.errors import PacelineError
 from paceline.exchange.frames import Channel, ConnectionLost, FrameError, tune
@@ -42,6 +42,7 @@ from paceline.launch.place import check_container
 SMALL_BODY_BYTES = 1 << 28  # buffers, notes
 LOOK_EVERY_S = 0.25
 HELLO_WITHIN_S = 10.0
+PAUSE_S = 0.01
 SKIP_WITHIN_S = 60.0  # for the rest of a request that is refused
 MOST_STRANGERS = 256  # connections that have not shown the token yet
 
@@ -612,6 +613,11 @@ class _Visitor:
 
     def _pull(self, request: p.Pull) -> Answer:
         container = self._server.container(request.container)
+        give_up = time.monotonic() + ANSWER_WITHIN_S
+        while container.step < request.at_least:  # it was started again, and has yet to hear of the last step
+            if time.monotonic() > give_up:
+                return Answer(p.Waiting(why=f"server {container.server} to make step {request.at_least - 1}"))
+            time.sleep(PAUSE_S)
         step, flat = container.pull(request.replica)
         coding = Coding(container.layout, request.wire)
         room = torch.empty(0 if coding.exact else coding.most, dtype=torch.uint8)

@@ -85,7 +85,6 @@ class Steps:
         self._copies = 0
         self._seen = 0  # samples counted so far
         self._trained = False  # whether this run has made a step
-        self._frozen_lock = threading.Lock()
 
     def _new_chief(self) -> Chief:
         settings = self.container.settings

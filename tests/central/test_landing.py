@@ -6,11 +6,11 @@ import threading
 
 import pytest
 import torch
+from conftest import Start
 from torch import nn
 
-from paceline.central.landing import Landing
+from paceline.central.landing import GivenUp, Landing
 from paceline.central.shards import Shards, describe
-from paceline.exchange.frames import ConnectionLost
 
 
 def shards(servers: int = 1) -> Shards:
@@ -73,8 +73,37 @@ def test_a_step_that_is_given_up_is_not_sent() -> None:
     landing = Landing(shards())
     landing.begin()
     landing.give_up()
-    with pytest.raises(ConnectionLost, match="given up"):
+    with pytest.raises(GivenUp, match="given up"):
         landing.wait(0, 0)
     landing.begin()
     landing.finish()
     landing.wait(0, 0)
+
+
+FAILS_IN_BACKWARD = """
+import torch
+from torch import nn
+import paceline as pl
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+def fail(gradient):
+    raise ValueError("backward has failed")
+
+def loss(model, x):
+    first = model[0](x)
+    first.register_hook(fail)  # the last layer's gradients have landed, and are on their way
+    return model[1](first).square().mean()
+
+trainer = pl.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+for batch in trainer.batches(torch.randn(8, 4), 4):
+    trainer.step(batch)
+"""
+
+
+@pytest.mark.timeout(60)
+def test_a_backward_that_fails_ends_the_run_at_once_with_its_own_error(start: Start) -> None:
+    run = start(FAILS_IN_BACKWARD, "--replicas 2 --servers 2 --exchange tcp --timeout 500").end(40)
+    assert run.code == 1
+    assert "ValueError: backward has failed" in run.err
