@@ -123,7 +123,7 @@ def test_whatever_is_given_back_every_sample_is_counted_once(
         counted.extend((epoch, at) for at in flat(runs))
     assert sorted(counted) == [(epoch, at) for epoch in range(epochs) for at in range(length - left_out)]
     assert book.finished(epochs)
-    assert all(book.epoch_finished(epoch) for epoch in range(epochs))
+    assert all(book.finished(epoch + 1) for epoch in range(epochs))
     assert book.rows() == [[epoch, 0, length - left_out] for epoch in range(epochs) if length > left_out]
 
 
@@ -138,7 +138,7 @@ def test_what_is_given_back_is_handed_out_before_the_next_epoch() -> None:
     assert (book.free(0), book.free(1)) == (4, 2)
     assert book.take(2, 2, only_epoch=1) == (1, (range(4, 6),))
     assert book.take(2, 2) == (0, (range(2),))
-    assert not book.epoch_finished(0)
+    assert not book.finished(1)
 
 
 def test_a_sample_cannot_be_counted_or_given_back_by_one_who_does_not_have_it() -> None:
