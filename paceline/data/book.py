@@ -107,6 +107,10 @@ class Book:
         """Whether every sample of the epochs before `stop_epoch` has been counted."""
         return self._finished >= stop_epoch or (not self._used and self._finished == self._began)
 
+    def free(self, epoch: int) -> int:
+        """Samples of an epoch that has begun which nobody has."""
+        return sum(map(len, self._free[epoch]))
+
     @property
     def counted(self) -> int:
         """Samples counted over all epochs."""
