@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from paceline import __version__
-from paceline.central.protocol import Done, Hello, Refused, Reply, Waiting
+from paceline.central.protocol import REPLIES, Done, Hello, Refused, Reply, Waiting
 from paceline.errors import PacelineError, SecurityError, Stalled
 from paceline.exchange.frames import Channel, ConnectionLost, FrameError, tune
 from paceline.exchange.secure import Keys, wrap_client
@@ -131,7 +131,7 @@ class Connection:
             raise SecurityError(
                 f"{self.name} at {self.address} was not trusted or did not trust us: {error}"
             ) from error
-        self._channel = Channel(connection, Reply)
+        self._channel = Channel(connection, REPLIES)
         self._channel.trusted = True
         try:
             self._greet(give_up)

@@ -2,6 +2,9 @@
 
 A connection carries one request at a time and one reply to each. Requests may be sent again after a connection broke:
 each is safe to repeat. Tensors travel as the body of a frame; the comments say what it holds.
+
+The decoders are made here, at import, once: msgspec 0.22 crashes when one thread makes the first decoder of a type
+while another already decodes with it (it sees a half-made description of the type).
 """
 
 from __future__ import annotations
@@ -287,6 +290,7 @@ Request = (
     | Drop
     | Copy
 )
+REQUESTS = msgspec.msgpack.Decoder(Request)
 
 
 # ── replies ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -437,3 +441,4 @@ Reply = (
     | Listed
     | Described
 )
+REPLIES = msgspec.msgpack.Decoder(Reply)

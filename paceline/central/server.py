@@ -136,7 +136,7 @@ class Server:
             connection.settimeout(HELLO_WITHIN_S)
             secured = wrap_server(connection, self._keys) if self._keys is not None else connection
             secured.settimeout(None)
-            channel: Channel[p.Request] = Channel(secured, p.Request)
+            channel: Channel[p.Request] = Channel(secured, p.REQUESTS)
             with contextlib.closing(channel):
                 self._welcome(channel, secured)
                 known = self._no_stranger()

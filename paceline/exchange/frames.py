@@ -20,7 +20,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterable
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -54,10 +54,16 @@ class Channel(Generic[Header]):
     (the frame is incomplete then) nothing at all.
     """
 
-    def __init__(self, connection: socket.socket, schema: Any, *, most_body_bytes: int = MOST_BODY_BYTES) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        decoder: msgspec.msgpack.Decoder[Header],
+        *,
+        most_body_bytes: int = MOST_BODY_BYTES,
+    ) -> None:
         self.trusted = False
         self._connection = connection
-        self._decoder = msgspec.msgpack.Decoder(schema)
+        self._decoder = decoder
         self._encoder = msgspec.msgpack.Encoder()
         self._most_body_bytes = most_body_bytes
         self._body_left = 0

@@ -476,7 +476,7 @@ class Visitor:
     def ask(self, header: bytes, body: bytes) -> Any:
         """The reply, or None if the connection was closed; any longer than a few seconds is too long."""
         if self._channel is None:
-            self._channel = Channel(self._server.connect(), p.Reply)
+            self._channel = Channel(self._server.connect(), p.REPLIES)
             self._channel.trusted = True
             self._exchange(hello())
         try:

@@ -53,6 +53,7 @@ class Tree(msgspec.Struct, tag="tree"):
 
 
 Message = Push | Pull | Tree
+DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
@@ -66,7 +67,7 @@ PAIRS: dict[str, Callable[[], tuple[socket.socket, socket.socket]]] = {"tcp": tc
 
 @pytest.fixture(params=PAIRS)
 def channels(request: pytest.FixtureRequest) -> Iterator[tuple[Channel[Message], Channel[Message]]]:
-    a, b = (Channel[Message](connection, Message) for connection in PAIRS[request.param]())
+    a, b = (Channel[Message](connection, DECODER) for connection in PAIRS[request.param]())
     yield a, b
     a.close()
     b.close()
@@ -76,7 +77,7 @@ def channels(request: pytest.FixtureRequest) -> Iterator[tuple[Channel[Message],
 def raw() -> Iterator[tuple[socket.socket, Channel[Message]]]:
     """A stranger's socket, and the channel at its other end."""
     stranger, connection = tcp_pair()
-    channel = Channel[Message](connection, Message)
+    channel = Channel[Message](connection, DECODER)
     with stranger:
         yield stranger, channel
     channel.close()
@@ -232,7 +233,7 @@ def test_a_sender_that_pauses_is_waited_for(
 def test_small_frames_leave_in_one_piece() -> None:
     """Else a request would be two packets, and the second would wait for the first one's acknowledgement."""
     a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # keeps the seams of writes
-    channel = Channel[Message](a, Message)
+    channel = Channel[Message](a, DECODER)
     with b:
         channel.send(Push(1), [memoryview(b"tensor"), memoryview(b"bias")])
         assert b.recv(1000) == frame(Push(1), b"tensorbias")
@@ -266,7 +267,7 @@ def receive_whole(channel: Channel[Message], timeout_s: float | None) -> None:
 @pytest.mark.parametrize("timeout_s", [None, SOON_S])
 def test_an_end_at_any_byte_is_a_lost_connection(arrived: int, timeout_s: float | None) -> None:
     stranger, connection = socket.socketpair()
-    channel = Channel[Message](connection, Message)
+    channel = Channel[Message](connection, DECODER)
     stranger.sendall(WHOLE[:arrived])
     stranger.close()
     with pytest.raises(ConnectionLost, match="the other side closed the connection"):
@@ -277,7 +278,7 @@ def test_an_end_at_any_byte_is_a_lost_connection(arrived: int, timeout_s: float 
 @pytest.mark.parametrize("arrived", [0, 1, 16, 20, len(WHOLE) - 10, len(WHOLE) - 1])
 def test_a_silence_at_any_byte_is_a_lost_connection(arrived: int) -> None:
     stranger, connection = socket.socketpair()
-    channel = Channel[Message](connection, Message)
+    channel = Channel[Message](connection, DECODER)
     with stranger:
         stranger.sendall(WHOLE[:arrived])
         with pytest.raises(ConnectionLost, match=r"did not answer within 0\.05 s"):
@@ -473,7 +474,7 @@ def test_bodies_are_read_neither_short_nor_long(raw: tuple[socket.socket, Channe
         (lambda channel: channel.receive(), "10 bytes of a body were left unread"),
     ):
         stranger, connection = socket.socketpair()
-        channel = Channel[Message](connection, Message, most_body_bytes=10)
+        channel = Channel[Message](connection, DECODER, most_body_bytes=10)
         with stranger:
             stranger.sendall(WHOLE)
             channel.receive(SOON_S)
@@ -481,7 +482,7 @@ def test_bodies_are_read_neither_short_nor_long(raw: tuple[socket.socket, Channe
                 misuse(channel)
         channel.close()
     stranger, channel = raw
-    small = Channel[Message](channel._connection, Message, most_body_bytes=9)
+    small = Channel[Message](channel._connection, DECODER, most_body_bytes=9)
     stranger.sendall(WHOLE)
     with pytest.raises(FrameError, match=r"\+ 10 bytes is larger than the 65536 \+ 9"):
         small.receive(SOON_S)
@@ -519,7 +520,7 @@ def test_announcing_much_costs_little() -> None:
     try:
         for trusted, data in [(False, announced), (False, most), (True, announced)]:
             stranger, connection = socket.socketpair()
-            channel = Channel[Message](connection, Message)
+            channel = Channel[Message](connection, DECODER)
             channel.trusted = trusted
             with stranger:
                 stranger.sendall(data)
@@ -563,7 +564,7 @@ pieces = st.lists(
 def swallow(data: bytes, *, trusted: bool) -> None:
     """Receives until the end of what a stranger sent; anything but the two errors is a failure, and so is a wait."""
     stranger, connection = socket.socketpair()
-    channel = Channel[Message](connection, Message, most_body_bytes=1 << 20)
+    channel = Channel[Message](connection, DECODER, most_body_bytes=1 << 20)
     channel.trusted = trusted
     with stranger:
         stranger.sendall(data)
@@ -624,7 +625,7 @@ def test_nothing_makes_a_stranger_cost_more_than_the_bound(data: bytes) -> None:
 def test_valid_frames_of_the_fuzz_tests_are_valid() -> None:
     for data in VALID:
         stranger, connection = socket.socketpair()
-        channel = Channel[Message](connection, Message)
+        channel = Channel[Message](connection, DECODER)
         with stranger:
             stranger.sendall(data)
             _, length = channel.receive(SOON_S)

@@ -44,6 +44,9 @@ class Hello(msgspec.Struct):
     text: str
 
 
+DECODER = msgspec.msgpack.Decoder(Hello)
+
+
 # ── keys of every kind ───────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -291,7 +294,7 @@ def both(server: Callable[[socket.socket], Any], client: Callable[[socket.socket
 def channels(ours: Path) -> Iterator[tuple[Channel[Hello], Channel[Hello]]]:
     keys = Keys.load(ours)
     server, client = both(lambda c: wrap_server(c, keys), lambda c: wrap_client(c, keys))
-    a, b = Channel[Hello](server, Hello), Channel[Hello](client, Hello)
+    a, b = Channel[Hello](server, DECODER), Channel[Hello](client, DECODER)
     yield a, b
     a.close()
     b.close()
@@ -369,8 +372,8 @@ def test_an_interrupted_channel_sends_nothing_in_plain(ours: Path) -> None:
         pool.submit(listen, between, beyond, heard)
         pool.submit(listen, beyond, between, bytearray())
         accepting = pool.submit(wrap_server, server, keys)
-        channel = Channel[Hello](wrap_client(client, keys), Hello)
-        accepted = Channel[Hello](accepting.result(timeout=SOON_S), Hello)
+        channel = Channel[Hello](wrap_client(client, keys), DECODER)
+        accepted = Channel[Hello](accepting.result(timeout=SOON_S), DECODER)
         channel.send(Hello("a secret"))
         accepted.receive(SOON_S)
         channel.interrupt()
@@ -387,7 +390,7 @@ def test_an_interrupted_channel_sends_nothing_in_plain(ours: Path) -> None:
 def test_a_changed_byte_is_noticed(ours: Path) -> None:
     keys = Keys.load(ours)
     server, client = both(lambda c: wrap_server(c, keys), lambda c: wrap_client(c, keys))
-    channel = Channel[Hello](server, Hello)
+    channel = Channel[Hello](server, DECODER)
     socket.socket.sendall(client, b"\x17\x03\x03\x00\x20" + bytes(32))  # a record by somebody without the key
     with pytest.raises(ConnectionLost, match="the connection broke"):
         channel.receive(SOON_S)
@@ -460,7 +463,7 @@ def test_one_side_without_keys(ours: Path) -> None:
     keys = Keys.load(ours)
 
     def plain(connection: socket.socket) -> None:
-        channel = Channel[Hello](connection, Hello)
+        channel = Channel[Hello](connection, DECODER)
         try:
             channel.send(Hello("I have no keys"))
             channel.receive(SOON_S)
@@ -472,7 +475,7 @@ def test_one_side_without_keys(ours: Path) -> None:
     assert isinstance(client, ConnectionLost)
 
     def accept_plain(connection: socket.socket) -> None:
-        channel = Channel[Hello](connection, Hello)
+        channel = Channel[Hello](connection, DECODER)
         try:
             channel.receive(SOON_S)
         finally:
