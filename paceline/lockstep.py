@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from paceline.launch.place import Place
 from paceline.owners.engine import Closed, Computed, Share
 from paceline.owners.opening import open_engine
 from paceline.passes import Measure, MicroBatches, Passes, empty_like, mixed
+from paceline.split.cut import capture
 from paceline.verify.recorder import Recorder
 
 INTERRUPTED = 130
@@ -70,6 +71,7 @@ class Lockstep:
         self._engine.notes_for_joining = self._notes_for_joining
         recording = place.recording
         self._recorder = Recorder(recording, self._engine, model) if recording is not None else None
+        self._prepared = False
         self._drawn: _Drawn | None = None
         self._itinerary = Itinerary()
         self._resumed_from: checkpoint.Checkpoint | None = None  # until the script has caught up with it
@@ -159,6 +161,7 @@ class Lockstep:
                 drawn.share = share
             return self._compute(drawn, number)
 
+        self._prepare(lambda model: self._passes.loss(model, drawn.micro_batches[0]))
         closed = self._engine.step(number, compute, self._clip_norm)
         self._commit(drawn, closed)
         return closed.loss
@@ -181,8 +184,15 @@ class Lockstep:
             around=lambda k, is_last: self._engine.one_pass(
                 is_last=is_last, among=[member for member in range(share.count) if parts[member][k]]
             ),
+            **({"train": self._engine.cut.train} if self._engine.cut is not None else {}),
         )
         return Computed(loss, sum(sizes))
+
+    def _prepare(self, call: Callable[[nn.Module], Any]) -> None:
+        """A model is cut when it is known what it will be called with."""
+        if self._engine.cut is not None and not self._prepared:
+            self._engine.prepare(capture(self._model, call))
+            self._prepared = True
 
     def _commit(self, drawn: _Drawn, closed: Closed) -> None:
         lease = drawn.lease
@@ -214,6 +224,8 @@ class Lockstep:
         known, value = self._itinerary.recorded(evaluation)
         if known:
             return value
+
+        self._prepare(measure.call)
 
         def compute(share: Share) -> torch.Tensor:
             return measure.over(Lease(0, 0, 0, length).parts(share.count)[share.index][0])
@@ -256,7 +268,7 @@ class Lockstep:
         return {
             **self._itinerary.notes(),
             **training_state.schedule_and_options(self._optimizer, self._scheduler),
-            "configuration": {"replicas": self._place.world, "accumulate": self._passes.accumulate},
+            "configuration": {"replicas": self._place.strategy.replicas, "accumulate": self._passes.accumulate},
         }
 
     def _take_notes(self, notes: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from paceline.errors import LossError
+from paceline.split.cut import Check, Loss, train
 
-Loss = Callable[[nn.Module, Any], torch.Tensor]
+Train = Callable[[Loss, nn.Module, Any, float, Check], float]
 
 
 class MicroBatches(list[Any]):
@@ -39,9 +41,11 @@ class Passes:
         number: int,
         seed: int | None,
         around: Callable[[int, bool], AbstractContextManager[None]],
+        train: Train = train,
     ) -> float:
         """Forward and backward over every micro-batch that has samples; this replica's share of the mean loss over
-        `whole` samples. `around(pass, is last)` goes around each. With `seed`, random numbers follow from it."""
+        `whole` samples. `around(pass, is last)` goes around each. With `seed`, random numbers follow from it.
+        `train`: how one pass is made; a cut model may do it in pieces."""
         passes = [k for k, size in enumerate(sizes) if size]
         total = 0.0
         model.train()
@@ -51,11 +55,8 @@ class Passes:
         try:
             for k in passes:
                 with around(k, k == passes[-1]):
-                    loss = self.loss(model, micro_batches[k])
-                    value = self._checked(loss, number)
-                    weight = sizes[k] / whole
-                    (loss * weight if weight != 1.0 else loss).backward()  # type: ignore[no-untyped-call]
-                    total += value * weight
+                    check = partial(self._checked, number=number)
+                    total += train(self.loss, model, micro_batches[k], sizes[k] / whole, check)
         finally:
             if outside is not None:
                 torch.set_rng_state(outside)
@@ -110,6 +111,10 @@ class Measure:
         self._metric, self._model, self._load = metric, model, load
         self._length, self._at_once = length, at_once
         self._names: list[str | None] = []
+
+    def call(self, model: nn.Module) -> None:
+        """As it will be called, on one sample or a few."""
+        self._metric(model, self._load(range(min(self._at_once, self._length))))
 
     def over(self, samples: range) -> torch.Tensor:
         """Sums of the metric's values over these samples, batch by batch."""

@@ -13,6 +13,7 @@ import msgspec
 
 from paceline.errors import StrategyError
 from paceline.rules import Rule, Sync
+from paceline.split.values import Split
 
 WIRES = ("fp32", "bf16", "fp16", "int8")
 BATCHNORMS = ("exact", "local")
@@ -33,6 +34,7 @@ class Mirrored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     batchnorm: str = "exact"  # statistics over the whole batch, or (local) over each replica's part
     exchange: str = "auto"  # shared memory inside a host; collective: torch.distributed between all
     servers: int = 0  # that hold the sparse embeddings, if any do
+    split: Split | None = None  # how the model of each replica is cut over several devices
     timeout_s: float = 600.0  # the longest any one wait may take
 
     def __post_init__(self) -> None:
@@ -41,6 +43,8 @@ class Mirrored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         one_of("wire", self.wire, WIRES)
         one_of("batchnorm", self.batchnorm, BATCHNORMS)
         one_of("exchange", self.exchange, EXCHANGES)
+        if self.split is not None and self.exchange == "collective":
+            raise StrategyError("exchange", self.exchange, "devices of a cut model share memory, leave it out")
         if not self.timeout_s > 0:
             raise StrategyError("timeout", self.timeout_s, "give a number of seconds above 0")
 
@@ -83,6 +87,12 @@ class Centralized(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 Strategy = Mirrored | Centralized
+
+
+def devices_of(strategy: Strategy) -> int:
+    """How many devices, each a process, one replica is cut over."""
+    split = getattr(strategy, "split", None)
+    return split.devices if split is not None else 1
 
 
 def one_of(field: str, value: str, choices: Sequence[str]) -> str:

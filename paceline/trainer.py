@@ -11,9 +11,10 @@ is all the replicas of such a run.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
+import msgspec
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -23,9 +24,11 @@ from paceline.data import Feed, Ledger, open_feed
 from paceline.errors import DataError, PacelineError, StrategyError
 from paceline.launch.place import Place, find_place
 from paceline.lockstep import Lockstep
-from paceline.passes import Loss, Measure, Metric, Passes
+from paceline.passes import Measure, Metric, Passes
 from paceline.rules import Rule
-from paceline.strategy import Centralized, Strategy
+from paceline.split.cut import Loss
+from paceline.split.values import Layout
+from paceline.strategy import Centralized, Mirrored, Strategy, devices_of
 
 
 class Course(Protocol):
@@ -72,9 +75,11 @@ class Trainer:
         scheduler: LRScheduler | None = None,
         clip_norm: float | None = None,
         accumulate: int = 1,
+        dims: Mapping[str, str] | None = None,
     ) -> None:
         """`scheduler` is stepped after every update and saved with the run. `clip_norm` bounds the length of the
-        whole gradient. `accumulate` computes a batch in that many passes, to need less memory."""
+        whole gradient. `accumulate` computes a batch in that many passes, to need less memory. `dims` names the dims of
+        parameters for `--layout`, by pattern: {"blocks.*.fc1.weight": "hidden embed"}; `paceline dims` shows them."""
         if clip_norm is not None and not clip_norm > 0:
             raise StrategyError("clip_norm", clip_norm, "give a number above 0, or None")
         if accumulate < 1:
@@ -87,7 +92,7 @@ class Trainer:
             )
         self.model = model
         self.optimizer = optimizer
-        self._place = _settled(find_place(), strategy)
+        self._place = _with_dims(_settled(find_place(), strategy), dims or {})
         passes = Passes(loss, accumulate, self._place.rank)
         self._course = _open_course(model, optimizer, scheduler, clip_norm, passes, self._place)
 
@@ -109,7 +114,12 @@ class Trainer:
     @property
     def replica(self) -> int:
         """Number of this replica among all; 0 in one process."""
-        return self._place.rank
+        return self._place.rank // devices_of(self._place.strategy)
+
+    @property
+    def device(self) -> int:
+        """Which of its replica's devices this process is; 0 unless the model is cut."""
+        return self._place.rank % devices_of(self._place.strategy)
 
     @property
     def replicas(self) -> int:
@@ -158,9 +168,9 @@ class Trainer:
         With `--in-graph` this process is several replicas: a batch is then a list of theirs, and `step` takes the
         list (one that has been changed must be as long).
         """
-        if isinstance(batch_size, int) and batch_size < self._place.world and self._place.servers is None:
+        if isinstance(batch_size, int) and batch_size < self.replicas and self._place.servers is None:
             raise DataError(
-                "batch_size", batch_size, f"give at least one sample for each of the {self._place.world} replicas"
+                "batch_size", batch_size, f"give at least one sample for each of the {self.replicas} replicas"
             )
         if epochs < 0:
             raise DataError("epochs", epochs, "give a whole number from 0 up")
@@ -229,6 +239,14 @@ def _open_course(
 
     kind = InGraph if isinstance(place.strategy, Centralized) and place.strategy.in_graph else Leased
     return kind(model, optimizer, scheduler, clip_norm, passes, place)
+
+
+def _with_dims(place: Place, dims: Mapping[str, str]) -> Place:
+    strategy = place.strategy
+    if not dims or not isinstance(strategy, Mirrored) or not isinstance(strategy.split, Layout):
+        return place
+    split = msgspec.structs.replace(strategy.split, dims=dict(dims))
+    return msgspec.structs.replace(place, strategy=msgspec.structs.replace(strategy, split=split))
 
 
 def _settled(place: Place, strategy: Strategy | None) -> Place:

@@ -18,17 +18,21 @@ from typing import Any
 
 import msgspec
 
+from paceline.cli.cut import read_split
 from paceline.errors import InvalidInput, StrategyError
 from paceline.exchange.board import MOST_REPLICAS
 from paceline.exchange.secure import TOKEN, Keys, is_loopback, read_token
+from paceline.launch.cores import allowed_cores
 from paceline.launch.emulate import Emulation, check_permission
 from paceline.launch.place import Place, ServersPlace, check_container
 from paceline.launch.supervisor import POLICIES
 from paceline.machine import free_memory
 from paceline.rules import Async, Rule, Sync
-from paceline.strategy import Centralized, Mirrored, Strategy, one_of
+from paceline.split.values import BATCH, Layout, Split
+from paceline.strategy import Centralized, Mirrored, Strategy, devices_of, one_of
 
 DEFAULT_PORT = 29500
+MOST_DEVICES_A_CORE = 4
 REPLICA_BYTES = 180 << 20  # a process that has imported torch, before it has a model
 # Flags that are not named as the setting they lead to.
 _SETTINGS = {
@@ -79,12 +83,15 @@ class Plan:
         rule = chosen.pop("rule", None)
         if not chosen["servers"]:
             del chosen["servers"]
+        split = chosen.pop("split", None)
+        if split is not None:
+            chosen["split"] = split.words
         return {**own, **chosen, **({"rule": in_words(rule)} if rule is not None else {})}
 
     @property
     def processes(self) -> int:
         """How many replica processes there are on all hosts."""
-        return 1 if getattr(self.strategy, "in_graph", False) else self.strategy.replicas
+        return 1 if getattr(self.strategy, "in_graph", False) else self.strategy.replicas * devices_of(self.strategy)
 
     def place(self, run_folder: Path) -> Place:
         """Replica 0's on this host."""
@@ -127,12 +134,18 @@ def resolve(options: argparse.Namespace) -> Plan:
     given = {name: value for name, value in vars(options).items() if value is not None}
     hosts = Emulation.parse(given["emulate"]).hosts if "emulate" in given else given.get("hosts", 1)
     _check_join(given, hosts)
-    strategy = _strategy(given, _count_replicas(given, hosts))
+    split = read_split(given)
+    strategy = _strategy(given, _count_replicas(given, hosts, split), split)
     if hosts > 1 and given.get("in_graph"):
         raise StrategyError(
             "in-graph", "set", f"one process has all replicas, but there are {hosts} hosts, leave it out"
         )
-    on_failure = one_of("on-failure", given.get("on_failure", "continue" if hosts == 1 else "stop"), POLICIES)
+    survives = hosts == 1 and split is None
+    on_failure = one_of("on-failure", given.get("on_failure", "continue" if survives else "stop"), POLICIES)
+    if split is not None and on_failure != "stop":
+        raise StrategyError("on-failure", on_failure, "a cut model needs all its devices: give stop")
+    if split is not None and hosts > 1 and (strategy.replicas % hosts or "emulate" in given):
+        raise StrategyError("nnodes", hosts, "a model is cut over devices of one host, and replicas on one host so far")
     if hosts > 1 and on_failure != "stop":
         raise StrategyError("on-failure", on_failure, "between several hosts no death is survived yet: give stop")
     return Plan(
@@ -193,8 +206,11 @@ def token_folder(given: str) -> Path:
     return path.parent if path.name == TOKEN and path.is_file() else path
 
 
-def _strategy(given: Mapping[str, Any], replicas: int) -> Strategy:
+def _strategy(given: Mapping[str, Any], replicas: int, split: Split | None) -> Strategy:
     common = {name: given[name] for name in ("wire", "exchange", "timeout_s") if name in given}
+    if split is not None and ("servers" in given or "join" in given):
+        flag = "servers" if "servers" in given else "join"
+        raise StrategyError(flag, given[flag], "replicas of a cut model are mirrored so far, leave it out")
     if "only" in given:
         return _with_tables_on_servers(given, replicas)
     if "servers" in given or "join" in given:
@@ -213,7 +229,8 @@ def _strategy(given: Mapping[str, Any], replicas: int) -> Strategy:
         if given.get(flag) not in (None, False):
             value = "set" if given[flag] is True else given[flag]
             raise StrategyError(flag.replace("_", "-"), value, "it needs servers, give --servers 1 or more")
-    return Mirrored(replicas=replicas, **common, **{"batchnorm": given["batchnorm"]} if "batchnorm" in given else {})
+    batchnorm = {"batchnorm": given["batchnorm"]} if "batchnorm" in given else {}
+    return Mirrored(replicas=replicas, split=split, **common, **batchnorm)
 
 
 def _with_tables_on_servers(given: Mapping[str, Any], replicas: int) -> Mirrored:
@@ -249,9 +266,15 @@ def _rule(given: Mapping[str, Any]) -> Rule:
     return Async(given.get("bounded"), given.get("stale", "keep"), given.get("stale_lr", 1.0))
 
 
-def _count_replicas(given: Mapping[str, Any], hosts: int) -> int:
+def _count_replicas(given: Mapping[str, Any], hosts: int, split: Split | None) -> int:
     on_host = given.get("nproc_per_node", 1)
     replicas: int = given.get("replicas", on_host * hosts)
+    if isinstance(split, Layout) and BATCH in split.layout:
+        axis = split.layout[BATCH]
+        if "replicas" in given and replicas != split.replicas:
+            expected = f"the batch lies along axis {axis} of {split.replicas}, give that or leave it out"
+            raise StrategyError("replicas", replicas, expected)
+        replicas = split.replicas
     if "nproc_per_node" in given and replicas != on_host * hosts:
         expected = f"on {hosts} host(s) that makes {on_host * hosts} but --replicas says {replicas}, give only one"
         raise StrategyError("nproc-per-node", on_host, expected)
@@ -321,6 +344,7 @@ def check(plan: Plan, *, inside: bool) -> None:
         for address in plan.join.split(","):
             if not is_loopback(address.rpartition(":")[0]):
                 raise StrategyError("join", address, "beyond this machine give --keys, made by paceline keys make")
+    _check_devices(plan)
     _check_memory(plan.processes if plan.emulate else plan.processes // plan.hosts)
     if plan.rendezvous is not None and plan.host == 0:
         _check_port(plan.rendezvous)
@@ -328,6 +352,15 @@ def check(plan: Plan, *, inside: bool) -> None:
         if numbered := sorted(plan.given & {"hosts", "host", "rendezvous"}):
             raise StrategyError("emulate", plan.emulate, f"it sets {', '.join(numbered)} itself, leave its flag out")
         check_permission()
+
+
+def _check_devices(plan: Plan) -> None:
+    """A cut that has less than a core for a device would be slower than no cut, and is a slip more often than not."""
+    devices, cores = devices_of(plan.strategy), len(allowed_cores())
+    if devices > 1 and devices > cores * MOST_DEVICES_A_CORE:
+        field = next(name for name in ("mesh", "stages", "tiles", "wavefront") if name in plan.given)
+        words = getattr(plan.strategy, "split").words  # noqa: B009
+        raise StrategyError(field, words, f"that needs {devices} devices and this machine has {cores} cores")
 
 
 def _check_memory(replicas: int) -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 import msgspec
 
 from paceline.cli import number, seconds, whole
+from paceline.cli.cut import add_cut_arguments
 from paceline.cli.plan import DEFAULT_PORT, Plan, check, check_script, resolve
 from paceline.launch.cores import allowed_cores, share_of_cores
 from paceline.launch.emulate import EmulatedHosts, Emulation
@@ -59,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Train a script on one or many replicas, on this machine or several."
     parser.epilog = EXAMPLES
     add_strategy_arguments(parser)
+    add_cut_arguments(parser)
     add_server_arguments(parser)
     joined = parser.add_argument_group("servers that run already (paceline server)")
     joined.add_argument("--join", metavar="ADDRESSES", help="where they are, such as 127.0.0.1:7070,127.0.0.1:7071")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from paceline.cli import whole
+from paceline.cli.cut import add_cut_arguments
 from paceline.cli.plan import Plan, check_script, resolve
 from paceline.cli.run import add_server_arguments, add_strategy_arguments
 from paceline.errors import LaunchError, StrategyError
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Compare the numbers of one process with those of a strategy."
     parser.epilog = EXAMPLES
     add_strategy_arguments(parser)
+    add_cut_arguments(parser)
     add_server_arguments(parser)
     group = parser.add_argument_group("comparison")
     group.add_argument("--steps", type=whole("steps", 1), default=5, metavar="N", help="how many, default 5")

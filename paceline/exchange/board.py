@@ -125,6 +125,7 @@ class Phase(enum.IntEnum):
     AWAITING_EVALUATION = 14
     AWAITING_WORK = 15  # from the chief of a centralized run
     AWAITING_SERVERS = 16
+    AWAITING_DEVICES = 17  # of the same replica, whose model is cut
 
     @property
     def words(self) -> str:

@@ -29,14 +29,15 @@ class Arena:
         self.descriptor = descriptor
 
     @classmethod
-    def create(cls, size: int, what: str) -> Arena:
-        """A new segment of zeros. Its pages are reserved now: full memory is an error here, not a crash later."""
+    def create(cls, size: int, what: str, *, sparse: bool = False) -> Arena:
+        """A new segment of zeros. Its pages are reserved now: full memory is an error here, not a crash later. But not
+        if it is `sparse`: then memory is taken as it is used."""
         free = free_memory()
-        if size > free:
+        if size > free and not sparse:
             raise ArenaError(_too_large(size, free, what))
         descriptor = os.memfd_create("paceline-arena", os.MFD_CLOEXEC)
         try:
-            os.posix_fallocate(descriptor, 0, size)
+            os.ftruncate(descriptor, size) if sparse else os.posix_fallocate(descriptor, 0, size)
         except OSError as error:
             os.close(descriptor)
             raise ArenaError(_too_large(size, free, what)) from error

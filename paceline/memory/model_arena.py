@@ -74,11 +74,11 @@ class ModelArena:
             self._block_starts.append(self._block_starts[-1] + size)
 
     @classmethod
-    def create(cls, layout: Layout, sizes: Sizes) -> ModelArena:
-        """In shared memory."""
+    def create(cls, layout: Layout, sizes: Sizes, *, sparse: bool = False) -> ModelArena:
+        """In shared memory; `sparse`: what is never used takes none."""
         _, total = _regions(layout, sizes)
         what = f"{sizes.replicas} replicas of a model of {layout.bytes / 2**20:,.1f} MiB"
-        model_arena = cls(Arena.create(total, what), layout, sizes)
+        model_arena = cls(Arena.create(total, what, sparse=sparse), layout, sizes)
         model_arena._description.copy_(_as_bytes(_description(layout)))
         return model_arena
 

@@ -38,7 +38,9 @@ def has_batchnorm(model: nn.Module) -> bool:
 
 
 def make_exact(model: nn.Module, statistics: Statistics) -> Callable[[], None]:
-    """Let every BatchNorm of `model` use statistics over all parts. Returns what undoes it."""
+    """Let every BatchNorm of `model` use statistics over all parts. Returns what undoes it.
+
+    A cut may give some of them another `_statistics`."""
     changed: list[tuple[_BatchNorm, type[_BatchNorm]]] = []
     for module in model.modules():
         if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):

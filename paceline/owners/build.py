@@ -6,6 +6,7 @@ then let go of their own copy. A replica that was started again takes what it fi
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import zlib
@@ -33,7 +34,10 @@ SMALLEST_SCRATCH_BYTES = 4096
 class SharedModel:
     """A model whose parameters lie in an arena, with everything known that owners need."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, together: Together, *, several_hosts: bool) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, together: Together, *, several_hosts: bool, sparse: bool = False
+    ) -> None:
+        """`sparse`: not all of the arena will be used, so take what is, and no more."""
         board = together.board
         named = grouped_parameters(model, optimizer)
         self._device = _device_of(named)
@@ -41,6 +45,7 @@ class SharedModel:
         by_name = {name: parameter for name, parameter, _ in named}
         self.parameters = [by_name[slot.name] for slot in self.layout.slots]
         self.buffers = buffers_of(model)
+        self._buffer_shapes = [tuple(buffer.shape) for buffer in self.buffers]  # before a cut makes parts of them
         self._users_state = {
             number: dict(optimizer.state[parameter])
             for number, parameter in enumerate(self.parameters)
@@ -54,6 +59,7 @@ class SharedModel:
             buffer_bytes=sum(aligned(buffer.nbytes) for buffer in self.buffers),
             several_hosts=several_hosts,
         )
+        self._sparse = sparse
         self._together = together
         self._replica = together.replica
         self.arena: ModelArena
@@ -91,7 +97,7 @@ class SharedModel:
         board.work_on(members, Kind.BUILD, Phase.STARTING)
         if not hasattr(self, "arena"):
             if members.chief == self._replica and board.arena_holder(number) is None:
-                self._fill(ModelArena.create(self.layout, self._sizes))
+                self._fill(ModelArena.create(self.layout, self._sizes, sparse=self._sparse))
                 board.hold_arena(self._replica, number, self.arena.arena.descriptor)
             else:
                 self._attach(number, members.chief, compare=True)
@@ -175,22 +181,23 @@ class SharedModel:
     # ── buffers ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def publish_buffers(self) -> None:
-        for place, buffer in self._buffer_places():
+        for place, buffer in self.buffer_places():
             place.copy_(buffer)
 
     def take_buffers(self, links: Links | None = None) -> None:
         """What the chief has published; with `links`, the first host's."""
-        for place, buffer in self._buffer_places():
+        for place, buffer in self.buffer_places():
             buffer.copy_(place)
             if links is not None:
                 buffer.copy_(links.sum(buffer if links.host == 0 else torch.zeros_like(buffer)))
 
-    def _buffer_places(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def buffer_places(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """For each buffer, where the whole of it may lie in the arena."""
         places, offset = [], 0
-        for buffer in self.buffers:
-            place = self.arena.buffers[offset : offset + buffer.nbytes].view(buffer.dtype).view(buffer.shape)
-            places.append((place, buffer))
-            offset = aligned(offset + buffer.nbytes)
+        for buffer, shape in zip(self.buffers, self._buffer_shapes, strict=True):
+            size = math.prod(shape) * buffer.dtype.itemsize
+            places.append((self.arena.buffers[offset : offset + size].view(buffer.dtype).view(shape), buffer))
+            offset = aligned(offset + size)
         return places
 
 

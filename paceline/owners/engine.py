@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
+from paceline.split.cut import Cut, Example
+
 
 @dataclass(frozen=True)
 class Share:
@@ -49,6 +51,7 @@ class Engine(Protocol):
 
     joining: bool  # this process was started again, and has yet to join the run in progress
     notes_for_joining: Callable[[], dict[str, Any]]  # what the trainer tells one that joins
+    cut: Cut | None  # what this process does of a replica that several devices are
     gradients_ready: Callable[[], None] | None  # called on the chief when a step's gradients are complete
 
     @property
@@ -60,6 +63,9 @@ class Engine(Protocol):
 
     def expect(self, steps: int) -> None:
         """How many steps the run will have, for the display."""
+
+    def prepare(self, example: Example) -> None:
+        """Cut the model, before anything is computed with it."""
 
     def join(self) -> dict[str, Any]:
         """Take part in the run in progress; returns the notes of its last step."""

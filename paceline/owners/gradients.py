@@ -42,6 +42,18 @@ class Whole:
         self._view.zero_()
 
 
+class Nowhere:
+    """For a gradient that somebody else has as well, and adds."""
+
+    def put(self, gradient: torch.Tensor) -> None:
+        pass
+
+    add = put
+
+    def zero(self) -> None:
+        pass
+
+
 class GradientCollector:
     """Collects the gradients of one replica's step where they are to go."""
 

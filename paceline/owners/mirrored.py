@@ -19,13 +19,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from paceline.central.only_tables import TablesOnServers
 from paceline.errors import DataError, ModelError
 from paceline.exchange.board import Board, HostWord, Kind, Members, Phase, Word
 from paceline.exchange.links import Links
@@ -36,10 +36,15 @@ from paceline.owners.batchnorm import Statistics, has_batchnorm, make_exact
 from paceline.owners.build import SharedModel, announce
 from paceline.owners.courier import BUCKET_BYTES, Courier
 from paceline.owners.engine import Closed, Computed, Share, StateByName
-from paceline.owners.gradients import GradientCollector, Whole
+from paceline.owners.gradients import Destination, GradientCollector, Whole
 from paceline.owners.models import own_state
 from paceline.owners.optimizer import ShardOptimizer
 from paceline.owners.owner import Owner
+from paceline.owners.parts import Parts
+from paceline.split.cut import Cut, Example
+
+if TYPE_CHECKING:
+    from paceline.central.only_tables import TablesOnServers
 
 
 class MirroredEngine:
@@ -52,8 +57,10 @@ class MirroredEngine:
         place: Place,
         board: Board,
         links: Links | None = None,
+        cut: Cut | None = None,
     ) -> None:
         self._model = model
+        self.cut = cut
         self._board = board
         self._replica = place.replica
         self._links = links
@@ -64,7 +71,9 @@ class MirroredEngine:
         announce(board, self._replica)
         self._tables = _open_tables(model, optimizer, place, board)
         board.host_set(HostWord.FIRST_REPLICA, place.host * place.replicas)
-        self._shared = SharedModel(model, optimizer, self._together, several_hosts=links is not None)
+        self._shared = SharedModel(
+            model, optimizer, self._together, several_hosts=links is not None, sparse=cut is not None
+        )
         self._shared.join() if self.joining else self._shared.share()
         arena = self._arena = self._shared.arena
         self._optimizer = ShardOptimizer(optimizer, arena, self._shared.states)
@@ -73,7 +82,9 @@ class MirroredEngine:
         self._courier = Courier(self._together, arena, self._owner, links) if links is not None else None
         landed = self._courier.landed if self._courier is not None else None
         trained = self._shared.trained
-        destinations = [Whole(arena.gradient(self._replica, slot)) for slot in arena.layout.slots[: len(trained)]]
+        destinations: list[Destination] = [
+            Whole(arena.gradient(self._replica, slot)) for slot in arena.layout.slots[: len(trained)]
+        ]
         self._collector = GradientCollector(trained, destinations, landed)
         self._sums = SharedSums(self._together, arena)
         self._ranks: tuple[int, ...] = ()
@@ -82,8 +93,10 @@ class MirroredEngine:
         self._touched: list[int] = []  # by slot: whether anybody has a gradient for it in the step that is being closed
         self._has_batchnorm = has_batchnorm(model)
         self._exact_statistics = getattr(place.strategy, "batchnorm", "exact") == "exact"
-        self._statistics = Statistics()
+        self._statistics, self._statistics_of_all = Statistics(), Statistics()
         self._undo_exact = make_exact(model, self._statistics)
+        self._devices = cut.peers.count if cut is not None else 1
+        self._parts = Parts(cut, self._shared, self._replica, model) if cut is not None else None
         if links is not None:
             self._shared.compare_hosts(links)
         if self._shared.users_state and not self.joining:
@@ -101,7 +114,22 @@ class MirroredEngine:
         if self._links is not None:
             self._links.sum(torch.zeros(1))  # nobody goes on before the first host is done
 
+    def prepare(self, example: Example) -> None:
+        assert self.cut is not None and self._parts is not None
+        self.cut.prepare(self._model, example)
+        for module in self._model.modules():
+            if isinstance(module, _BatchNorm) and self.cut.over_devices(module):
+                module._statistics = self._statistics_of_all  # type: ignore[assignment]
+        destinations = self._parts.take()
+        # Parameters are other tensors from here on: gradients are waited for anew.
+        self._collector.close()
+        self._collector = GradientCollector(self._shared.trained, destinations)
+        self._parts.publish_buffers()
+        self._together.meet(Kind.BUILD, Phase.AWAITING_DEVICES)
+
     def _share(self, members: Members) -> Share:
+        if self.cut is not None:
+            return Share(self._replica // self._devices, len(members.ranks) // self._devices)
         index, count = members.ranks.index(self._replica), len(members.ranks)
         if self._links is None:
             return Share(index, count)
@@ -119,15 +147,21 @@ class MirroredEngine:
         self._some_were_idle |= len(among) < self._count
         if self._exact_statistics and len(among) > 1:
             self._statistics.sum = self._statistics_over(among)
+        if self._devices > 1:
+            replicas = among if self._exact_statistics else [self._replica // self._devices]
+            everybody = [replica * self._devices + device for replica in replicas for device in range(self._devices)]
+            self._statistics_of_all.sum = lambda values: self._sums.sum(values, everybody)
         try:
             yield
         finally:
-            self._statistics.sum = None
+            self._statistics.sum = self._statistics_of_all.sum = None
 
     def _statistics_over(self, among: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor]:
         links = self._links
         if links is None:
-            ranks = [self._ranks[index] for index in among]
+            # Of a cut model, from those that have the same part.
+            part = self._replica % self._devices
+            ranks = [self._ranks[index * self._devices + part] for index in among]
             return lambda values: self._sums.sum(values, ranks)
         if self._has_batchnorm and len(among) < links.hosts * len(self._ranks):
             raise DataError(
@@ -162,7 +196,10 @@ class MirroredEngine:
                 self._tables.begin()
             computed = compute(self._share(members))
             used = self._collector.finish()
-            self._arena.touched[me, : len(used)] = torch.tensor(used, dtype=torch.uint8)
+            if self._parts is not None:
+                self._parts.mark(used, self._arena.touched[me])
+            else:
+                self._arena.touched[me, : len(used)] = torch.tensor(used, dtype=torch.uint8)
             if self._courier is not None:
                 self._courier.all_landed()
             if self._tables is not None:
@@ -182,11 +219,11 @@ class MirroredEngine:
         closed, touched = self._close(members)
         self._touched = touched.tolist()
         if board.host_get(HostWord.BUFFERS_OF) == members.op:
-            self._shared.take_buffers(self._links)
+            self._parts.take_buffers() if self._parts is not None else self._shared.take_buffers(self._links)
         if self._courier is not None:
             self._courier.finish()
             board.enter(me, Phase.UPDATING)
-        self._owner.begin(self._touched)
+        self._owner.begin(self._touched, self._touched_by_rank(members))
         scale = 1.0
         if clip_norm is not None:
             length = self._owner.norm(members)
@@ -234,12 +271,20 @@ class MirroredEngine:
                 raise _different_options(f"host {self._links.host}", "another host")
             numbers, touched = totals[:5], totals[5:] > 0
         loss, samples, count, stop, _ = numbers.tolist()
-        return Closed(loss, int(samples), int(count), bool(stop)), touched
+        return Closed(loss, int(samples), int(count) // self._devices, bool(stop)), touched
+
+    def _touched_by_rank(self, members: Members) -> dict[int, list[int]] | None:
+        if self.cut is None:
+            return None
+        return {rank: self._arena.touched[rank].tolist() for rank in members.ranks}
 
     def _report(self, computed: Computed) -> None:
         self._optimizer.refresh_options()
-        self._board.set_float(self._replica, Word.LOSS, computed.loss)
-        self._board.set(self._replica, Word.SAMPLES, computed.samples)
+        speaks = self.cut is None or self.cut.speaks
+        self._board.set_float(self._replica, Word.LOSS, computed.loss if speaks else 0.0)
+        self._board.set(self._replica, Word.SAMPLES, computed.samples if speaks else 0)
+        if self._parts is not None:
+            self._parts.publish_buffers()
         self._board.set(self._replica, Word.OPTIONS, self._optimizer.options_fingerprint())
 
     def _check_options(self, members: Members) -> None:
@@ -257,7 +302,7 @@ class MirroredEngine:
         # Local statistics are the chief's. So are exact ones when a member had no samples in some pass and has missed
         # its statistics; the chief, being first, has samples in every pass.
         spread = not self._exact_statistics or self._some_were_idle
-        if joining or spread:
+        if self._parts is None and (joining or spread):
             self._shared.publish_buffers()
         if spread:
             board.host_set(HostWord.BUFFERS_OF, members.op)
@@ -269,7 +314,10 @@ class MirroredEngine:
         def one_try(members: Members) -> torch.Tensor:
             self._board.work_on(members, Kind.EVALUATE, Phase.EVALUATING)
             self._sums.begin(members)
-            sums = self._sums.sum(compute(self._share(members)), members.ranks)
+            found = compute(self._share(members))
+            if self.cut is not None and not self.cut.speaks:
+                found.zero_()
+            sums = self._sums.sum(found, members.ranks)
             return sums if self._links is None else self._links.sum(sums)
 
         total = self._together.attempt(one_try)
@@ -325,6 +373,8 @@ class MirroredEngine:
         return held | {slots[number].name: state for number, state in self._optimizer.give_state().items()}
 
     def model_state(self) -> dict[str, torch.Tensor]:
+        if self._parts is not None:
+            return self._parts.whole_state()
         state = own_state(self._model).state_dict()
         return state | self._tables.read()[0] if self._tables is not None else state
 
@@ -333,6 +383,9 @@ class MirroredEngine:
         tables = self._tables.names if self._tables is not None else set()
         of_tables = {name: model.pop(name) for name in tables}, {name: optimizer.pop(name, {}) for name in tables}
         numbers = {slot.name: number for number, slot in enumerate(self._shared.layout.slots)}
+        if self._parts is not None:
+            self._take_whole_state(self._parts, model, {numbers[name]: state for name, state in optimizer.items()})
+            return
         # Buffers are every replica's own; parameters and optimizer state lie once, and the chief fills them in.
         shared = {slot.name for slot in self._shared.layout.slots}
         own_state(self._model).load_state_dict({k: v for k, v in model.items() if k not in shared}, strict=False)
@@ -348,7 +401,24 @@ class MirroredEngine:
         self._together.once(fill)
         self._optimizer.forget()
 
+    def _take_whole_state(
+        self, parts: Parts, model: dict[str, torch.Tensor], states: dict[int, dict[str, Any]]
+    ) -> None:
+        def fill() -> None:
+            missing = sorted(set(own_state(self._model).state_dict()) - set(model))
+            if missing:
+                raise ModelError("model", missing[0], "it is not in the checkpoint")
+            parts.take_state(model)
+            self._optimizer.take_state(states)
+
+        self._together.once(fill)
+        parts.take_buffers()
+        self._optimizer.forget()
+        self._together.meet(Kind.SAVE, Phase.AWAITING_SAVE)
+
     def close(self) -> None:
+        if self.cut is not None:
+            self.cut.peers.close()
         self._collector.close()
         self._undo_exact()
         self._arena.arena.close()
@@ -359,6 +429,8 @@ class MirroredEngine:
 def _open_tables(model: nn.Module, optimizer: Optimizer, place: Place, board: Board) -> TablesOnServers | None:
     if place.servers is None:
         return None
+    from paceline.central.only_tables import TablesOnServers
+
     number, incarnation = board.get(place.replica, Word.ARENAS) + 1, board.get(place.replica, Word.INCARNATION)
     return TablesOnServers(model, optimizer, place, number, incarnation)
 

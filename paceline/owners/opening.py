@@ -20,11 +20,16 @@ from torch.optim import Optimizer
 from paceline.errors import LaunchError
 from paceline.exchange.board import Board, Word
 from paceline.exchange.links import Links, Store, open_store
+from paceline.exchange.together import Together
 from paceline.exchange.wire import wire
 from paceline.launch.place import PLACE_VARIABLE, Place
+from paceline.owners.build import announce
 from paceline.owners.engine import Engine
 from paceline.owners.mirrored import MirroredEngine
 from paceline.owners.solo import Solo
+from paceline.split.opening import open_cut
+from paceline.split.peers import Peers
+from paceline.strategy import Mirrored
 
 
 def open_engine(model: nn.Module, optimizer: Optimizer, place: Place) -> Engine:
@@ -32,7 +37,12 @@ def open_engine(model: nn.Module, optimizer: Optimizer, place: Place) -> Engine:
     if place.world == 1 and place.board is None:
         return Solo(model, optimizer)
     where, board, links = meet(model, place)
-    return MirroredEngine(model, optimizer, where, board, links)
+    cut = None
+    if isinstance(place.strategy, Mirrored) and (split := place.strategy.split) is not None:
+        announce(board, where.replica)
+        together = Together(board, where.replica, place.strategy.timeout_s)
+        cut = open_cut(split, Peers.meet(together, split.devices))
+    return MirroredEngine(model, optimizer, where, board, links, cut)
 
 
 def meet(model: nn.Module, place: Place) -> tuple[Place, Board, Links | None]:

@@ -13,13 +13,13 @@ next one finds its note, and goes on.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from paceline.exchange.board import Members, Phase, Word
 from paceline.exchange.together import Together
-from paceline.memory import ModelArena, assign
+from paceline.memory import Chunk, ModelArena, assign
 from paceline.owners.optimizer import ShardOptimizer
 
 
@@ -40,6 +40,7 @@ class Owner:
         self._ranks: tuple[int, ...] = ()
         self._shards: dict[int, list[list[int]]] = {}
         self._touched: list[int] = []
+        self._rows: list[Sequence[int]] | None = None  # by chunk: whose buffers have something; None: everybody's
         largest = max((chunk.bytes for chunk in arena.layout.chunks), default=0)
         self._buffer = torch.empty(largest, dtype=torch.uint8)
 
@@ -63,10 +64,17 @@ class Owner:
 
     # ── a step ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def begin(self, touched: list[int]) -> None:
-        """All gradients of a step are there. `touched`: by slot, whether anybody has one."""
+    def begin(self, touched: list[int], by_rank: Mapping[int, Sequence[int]] | None = None) -> None:
+        """All gradients of a step are there. `touched`: by slot, whether anybody has one. `by_rank`, where devices have
+        gradients for parts of a model: by rank and slot, whether that buffer has one."""
         self._touched = touched
+        self._rows = None if by_rank is None else [self._filled(chunk, by_rank) for chunk in self._arena.layout.chunks]
         self._optimizer.refresh_options()
+
+    @staticmethod
+    def _filled(chunk: Chunk, by_rank: Mapping[int, Sequence[int]]) -> list[int]:
+        found = [rank for rank, touched in by_rank.items() if any(touched[piece.slot] for piece in chunk.pieces)]
+        return found or list(by_rank)[:1]  # nobody's: the optimizer will not look at it
 
     def norm(self, members: Members) -> float:
         """Length of the whole gradient. Summed by chunk in fixed order: the same bits whoever owns what."""
@@ -83,7 +91,8 @@ class Owner:
 
         `source`: take the gradient from this replica's buffer, instead of the sum over all."""
         updated, me = self._arena.updated, self._together.replica
-        alone = len(members.ranks) == 1
+        # With nobody to take over, or of a cut model, whose devices no death leaves whole, nothing is kept to undo.
+        alone = len(members.ranks) == 1 or self._rows is not None
 
         def work(number: int) -> None:
             if alone:
@@ -103,14 +112,17 @@ class Owner:
         self._finish(members, Word.DONE, work)
 
     def gradient(self, members: Members, number: int, scale: float = 1.0, source: int | None = None) -> torch.Tensor:
-        """The summed gradient of a chunk, in a buffer that the next call reuses; sums are at least fp32."""
+        """The summed gradient of a chunk, for reading, until the next call; sums are at least fp32."""
         chunk = self._arena.layout.chunks[number]
         if source is not None:
             parts = [self._arena.chunk_of(self._arena.gradients[source], chunk)]
         elif self._arena.sums.numel():
             parts = [self._arena.chunk_of(self._arena.sums, chunk)]
         else:
-            parts = [self._arena.chunk_of(self._arena.gradients[rank], chunk) for rank in members.ranks]
+            ranks = members.ranks if self._rows is None else self._rows[number]
+            parts = [self._arena.chunk_of(self._arena.gradients[rank], chunk) for rank in ranks]
+        if len(parts) == 1 and scale == 1.0:
+            return parts[0]
         total = self._buffer[: chunk.bytes].view(chunk.dtype)
         sum_into(total, parts)
         if scale != 1.0:

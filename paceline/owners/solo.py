@@ -12,12 +12,14 @@ from torch.optim import Optimizer
 
 from paceline.owners.engine import Closed, Computed, Share, StateByName
 from paceline.owners.models import own_state, parameter_names
+from paceline.split.cut import Cut, Example
 
 
 class Solo:
     """The engine of a process that is alone."""
 
     chief = True
+    cut: Cut | None = None
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._model = model
@@ -31,6 +33,9 @@ class Solo:
 
     def expect(self, steps: int) -> None:
         pass
+
+    def prepare(self, example: Example) -> None:
+        raise AssertionError("a process that is alone has all of the model")
 
     def join(self) -> dict[str, Any]:
         raise AssertionError("a process that is alone has nobody to join")

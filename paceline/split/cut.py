@@ -1,0 +1,103 @@
+"""A cut: what one device does of a replica's work, and what its gradients are of the whole.
+
+The gradient of a step is a sum over all devices of all replicas, as it is over replicas: a cut only decides what each
+of them adds. The parameters lie whole, once a host, in the arena; a device computes with views of its parts of them, and
+its gradients go to the same parts of a gradient buffer. So owners, clipping, checkpoints and `verify` need not know
+that a model is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.errors import ModelError
+from paceline.split.peers import Peers
+
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+Check = Callable[[Any], float]
+Example = tuple[tuple[Any, ...], dict[str, Any]]  # what the model is called with
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one device has to do with a parameter (or a buffer).
+
+    `index`: its part of the whole, empty for all of it; a device's parameter becomes this view.
+    `adds_to`: the device in whose buffer its gradient goes, its own (None) for a summand of the whole gradient;
+    devices with disjoint parts may share one. `adds`: False if another device computes the very same gradient.
+    """
+
+    index: tuple[slice, ...] = ()
+    adds: bool = True
+    adds_to: int | None = None
+
+
+WHOLE = Part()
+SAME = Part(adds=False)  # as on another device, which adds it
+
+
+class Cut:
+    """One device's side of a cut model. Each way of cutting is a subclass."""
+
+    def __init__(self, peers: Peers) -> None:
+        self.peers = peers
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this device's loss and metrics count: true for one device of a replica."""
+        return self.peers.rank == 0
+
+    def prepare(self, model: nn.Module, example: Example) -> None:
+        """Before the first forward, with what the model will be called with: decide who does what, and make the
+        model's forward do this device's part. One sentence (ModelError, StrategyError) if it cannot be cut so.
+
+        Parameters are whole still; afterwards they become the views that `part_of` says."""
+        raise NotImplementedError
+
+    def part_of(self, name: str) -> Part:
+        """After `prepare`: of a parameter or buffer, by its (first) name in the model."""
+        raise NotImplementedError
+
+    def over_devices(self, module: nn.Module) -> bool:
+        """Whether this BatchNorm sees a part of each sample, so that its statistics are sums over the devices too."""
+        return False
+
+    def train(self, loss: Loss, model: nn.Module, batch: Any, weight: float, check: Check) -> float:
+        """Forward and backward; the mean loss times `weight`. `check(loss)` is its value, if it is a good one."""
+        return train(loss, model, batch, weight, check)
+
+
+def train(loss: Loss, model: nn.Module, batch: Any, weight: float, check: Check) -> float:
+    """Forward and backward as in plain torch."""
+    found = loss(model, batch)
+    value = check(found)
+    (found * weight if weight != 1.0 else found).backward()  # type: ignore[no-untyped-call]
+    return value * weight
+
+
+def capture(model: nn.Module, call: Callable[[nn.Module], Any]) -> Example:
+    """What `call(model)` calls the model with; the model itself is not run."""
+
+    class Called(Exception):
+        pass
+
+    found: list[Example] = []
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append((args, kwargs))
+        raise Called
+
+    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            call(model)
+    except Called:
+        return found[0]
+    finally:
+        handle.remove()
+    raise ModelError("loss", "it never calls the model", "a cut model must be called as model(…) in the loss")

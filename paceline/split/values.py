@@ -1,0 +1,145 @@
+"""The ways to cut one model, as values: what was asked for, checked as far as it can be without the model.
+
+No torch here: the command line and the supervisor read these.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from paceline.errors import StrategyError
+
+BATCH = "batch"  # the dim whose split is data parallelism
+SCHEDULES = ("1f1b", "gpipe")
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="layout"):
+    """By named dimension: `layout` says which dim of the tensors lies along which axis of the mesh.
+
+    >>> Layout(mesh={"data": 2, "model": 2}, layout={"batch": "data", "hidden": "model"}).devices
+    2
+    """
+
+    mesh: dict[str, int]
+    layout: dict[str, str]
+    dims: dict[str, str] = {}  # names of parameters' dims, by pattern: {"blocks.*.fc1.weight": "hidden embed"}
+
+    def __post_init__(self) -> None:
+        for axis, size in self.mesh.items():
+            if size < 1:
+                raise StrategyError("mesh", f"{axis}={size}", "give every axis a size from 1 up")
+        for dim, axis in self.layout.items():
+            if axis not in self.mesh:
+                known = ", ".join(nearest_first(axis, list(self.mesh)))
+                raise StrategyError("layout", f"{dim}={axis}", f"the mesh has no axis {axis!r}, it has {known}")
+        used = list(self.layout.values())
+        for axis in self.mesh:
+            if used.count(axis) > 1 and self.layout.get(BATCH) == axis:
+                other = next(dim for dim, a in self.layout.items() if a == axis and dim != BATCH)
+                raise StrategyError("layout", f"{other}={axis}", f"that axis divides the batch, give {other} another")
+
+    @property
+    def replicas(self) -> int:
+        """How many parts the batch is divided into."""
+        return self.mesh[self.layout[BATCH]] if BATCH in self.layout else 1
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The axes that cut the model, in the mesh's order."""
+        return {axis: size for axis, size in self.mesh.items() if axis != self.layout.get(BATCH)}
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.axes.values())
+
+    @property
+    def words(self) -> str:
+        mesh = ",".join(f"{axis}={size}" for axis, size in self.mesh.items())
+        return f"mesh {mesh}, layout {','.join(f'{dim}={axis}' for dim, axis in self.layout.items())}"
+
+
+class Stages(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="stages"):
+    """By layer: every device has some of the layers, and micro-batches go from one to the next."""
+
+    stages: int
+    micro_batches: int = 1
+    schedule: str = "1f1b"
+    cut_at: tuple[str, ...] = ()  # modules at which a new stage begins; none: by measured cost
+
+    def __post_init__(self) -> None:
+        if self.stages < 1:
+            raise StrategyError("stages", self.stages, "give a whole number from 1 up")
+        if self.micro_batches < 1:
+            raise StrategyError("micro-batches", self.micro_batches, "give a whole number from 1 up")
+        if self.schedule not in SCHEDULES:
+            known = ", ".join(nearest_first(self.schedule, list(SCHEDULES)))
+            raise StrategyError("schedule", self.schedule, f"give one of {known}")
+        if self.cut_at and len(self.cut_at) != self.stages - 1:
+            raise StrategyError(
+                "cut-at", ",".join(self.cut_at), f"{self.stages} stages begin at {self.stages - 1} modules, name those"
+            )
+
+    @property
+    def devices(self) -> int:
+        return self.stages
+
+    @property
+    def words(self) -> str:
+        return f"{self.stages} stages, {self.micro_batches} micro-batches, {self.schedule}"
+
+
+class Tiles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="tiles"):
+    """By image region: every device has a tile of each activation, and halos are exchanged."""
+
+    rows: int
+    columns: int = 1
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or self.columns < 1:
+            raise StrategyError("tiles", f"{self.rows}x{self.columns}", "give a number of rows, or rows x columns: 2x2")
+
+    @property
+    def devices(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def words(self) -> str:
+        return f"tiles {self.rows}x{self.columns}"
+
+
+class Wavefront(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="wavefront"):
+    """Stacked recurrent layers by layer and time: layer l works at block t while layer l + 1 works at block t - 1."""
+
+    parts: int
+    time_block: int = 8
+
+    def __post_init__(self) -> None:
+        if self.parts < 1:
+            raise StrategyError("wavefront", self.parts, "give a number of devices from 1 up")
+        if self.time_block < 1:
+            raise StrategyError("time-block", self.time_block, "give a number of time steps from 1 up")
+
+    @property
+    def devices(self) -> int:
+        return self.parts
+
+    @property
+    def words(self) -> str:
+        return f"wavefront {self.parts}, time blocks of {self.time_block}"
+
+
+Split = Layout | Stages | Tiles | Wavefront
+
+
+def nearest_first(wanted: str, known: list[str]) -> list[str]:
+    """`known`, with what `wanted` probably meant in front.
+
+    >>> nearest_first("hiden", ["batch", "embed", "hidden"])
+    ['hidden', 'batch', 'embed']
+    """
+    import difflib
+
+    near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5)
+    return [*near, *(name for name in known if name not in near)]
