@@ -16,26 +16,38 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import PacelineError
 from paceline.rules import Async, Sync
+from paceline.split.values import Layout, Stages, Tiles, Wavefront
 from paceline.strategy import Centralized, Mirrored
 
 if TYPE_CHECKING:
     from paceline.distributed import distribute, place
+    from paceline.serve.predictor import load
     from paceline.trainer import Trainer
 
 __version__ = "0.1.0"
 __all__ = [
     "Async",
     "Centralized",
+    "Layout",
     "Mirrored",
     "PacelineError",
+    "Stages",
     "Sync",
+    "Tiles",
     "Trainer",
+    "Wavefront",
     "__version__",
     "distribute",
+    "load",
     "place",
 ]
 
-_LAZY = {"Trainer": "paceline.trainer", "distribute": "paceline.distributed", "place": "paceline.distributed"}
+_LAZY = {
+    "Trainer": "paceline.trainer",
+    "distribute": "paceline.distributed",
+    "load": "paceline.serve.predictor",
+    "place": "paceline.distributed",
+}
 
 
 def __getattr__(name: str) -> Any:

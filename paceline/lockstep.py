@@ -32,6 +32,7 @@ from paceline.owners.engine import Closed, Computed, Share
 from paceline.owners.opening import open_engine
 from paceline.passes import Measure, MicroBatches, Passes, empty_like, mixed
 from paceline.split.cut import capture
+from paceline.split.layout.show import tell_dims
 from paceline.verify.recorder import Recorder
 
 INTERRUPTED = 130
@@ -190,6 +191,9 @@ class Lockstep:
 
     def _prepare(self, call: Callable[[nn.Module], Any]) -> None:
         """A model is cut when it is known what it will be called with."""
+        if self._place.dims_to is not None:
+            tell_dims(self._model, capture(self._model, call), self._place.dims, Path(self._place.dims_to))
+            raise SystemExit(0)
         if self._engine.cut is not None and not self._prepared:
             self._engine.prepare(capture(self._model, call))
             self._prepared = True
@@ -233,6 +237,12 @@ class Lockstep:
         value = measure.mean(self._engine.total(compute))
         self._itinerary.record(evaluation, value)
         return value
+
+    def predict(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's answer; all devices of a cut model ask together."""
+        self._join_if_restarted()
+        self._prepare(lambda model: model(*args, **kwargs))
+        return self._model(*args, **kwargs)
 
     # ── saving and resuming ──────────────────────────────────────────────────────────────────────────────
 

@@ -27,8 +27,7 @@ from paceline.lockstep import Lockstep
 from paceline.passes import Measure, Metric, Passes
 from paceline.rules import Rule
 from paceline.split.cut import Loss
-from paceline.split.values import Layout
-from paceline.strategy import Centralized, Mirrored, Strategy, devices_of
+from paceline.strategy import Centralized, Strategy, devices_of
 
 
 class Course(Protocol):
@@ -92,7 +91,7 @@ class Trainer:
             )
         self.model = model
         self.optimizer = optimizer
-        self._place = _with_dims(_settled(find_place(), strategy), dims or {})
+        self._place = msgspec.structs.replace(_settled(find_place(), strategy), dims=dict(dims or {}))
         passes = Passes(loss, accumulate, self._place.rank)
         self._course = _open_course(model, optimizer, scheduler, clip_norm, passes, self._place)
 
@@ -202,6 +201,28 @@ class Trainer:
         finally:
             self.model.train(was_training)
 
+    def predictor(self) -> Callable[..., Any]:
+        """Answers single requests as the model stands: `predictor(*args)` is `model(*args)` in eval mode, without
+        gradients, on the cut model if it is cut. All devices of a replica ask the same together, and each gets the
+        whole answer; the first time all replicas do, unless there was a step or an evaluation before.
+
+        Outside a run, `pl.load` cuts a saved model over devices that one plain process asks.
+        """
+        course = self._course
+        if not isinstance(course, Lockstep):
+            raise StrategyError("predictor", "with servers", "save the model and open it with pl.load")
+
+        def predictor(*args: Any, **kwargs: Any) -> Any:
+            was_training = self.model.training
+            self.model.eval()
+            try:
+                with torch.no_grad():
+                    return course.predict(args, kwargs)
+            finally:
+                self.model.train(was_training)
+
+        return predictor
+
     # ── saving and resuming ──────────────────────────────────────────────────────────────────────────────
 
     def save(self, path: str | os.PathLike[str], *, keep: int = 2) -> None:
@@ -239,14 +260,6 @@ def _open_course(
 
     kind = InGraph if isinstance(place.strategy, Centralized) and place.strategy.in_graph else Leased
     return kind(model, optimizer, scheduler, clip_norm, passes, place)
-
-
-def _with_dims(place: Place, dims: Mapping[str, str]) -> Place:
-    strategy = place.strategy
-    if not dims or not isinstance(strategy, Mirrored) or not isinstance(strategy.split, Layout):
-        return place
-    split = msgspec.structs.replace(strategy.split, dims=dict(dims))
-    return msgspec.structs.replace(place, strategy=msgspec.structs.replace(strategy, split=split))
 
 
 def _settled(place: Place, strategy: Strategy | None) -> Place:

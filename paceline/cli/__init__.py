@@ -25,6 +25,7 @@ from paceline.errors import PacelineError, StrategyError
 SUBCOMMANDS = {
     "run": "train a script on one or many replicas",
     "verify": "compare the numbers of a strategy with those of one process",
+    "dims": "show the named dims of a model, to write a layout with",
     "server": "run one server that keeps parameters for long",
     "container": "list, show, save, drop and copy what servers keep",
     "keys": "make and show the keys of servers on several machines",

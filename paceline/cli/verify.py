@@ -122,7 +122,9 @@ def _run_distributed(plan: Plan, recording: Recording, path: Path) -> None:
 
 
 def _in_words(verdict: Verdict, plan: Plan) -> str:
-    against = f"{plan.strategy.replicas} replicas against one process"
+    replicas = f"{plan.strategy.replicas} replica{'s' if plan.strategy.replicas > 1 else ''}"
+    split = getattr(plan.strategy, "split", None)
+    against = f"{replicas}{f', {split.words},' if split is not None else ''} against one process"
     if verdict.first is not None:
         return f"different, {against}: {verdict.first}"
     left_out = f"; {verdict.left_out} elements with gradients of pure rounding left out" if verdict.left_out else ""

@@ -62,6 +62,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     strategy: Strategy = Mirrored()
     servers: ServersPlace | None = None
     recording: Recording | None = None
+    dims: dict[str, str] = {}  # names of parameters' dims, as the script gives them
+    dims_to: str | None = None  # write down what dims the model has, in this file, and end (`paceline dims`)
 
     @property
     def rank(self) -> int:

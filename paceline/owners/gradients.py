@@ -62,13 +62,16 @@ class GradientCollector:
         parameters: Sequence[torch.nn.Parameter],
         destinations: Sequence[Destination],
         landed: Callable[[int], None] | None = None,
+        *,
+        fresh: bool = False,
     ) -> None:
         """`parameters`: the trained ones. `landed(number)` is called when a parameter's gradient has landed to which
-        this step will not add any more."""
+        this step will not add any more. `fresh`: the destinations are zero, and where nothing ever goes stay so without
+        being touched, which would take memory."""
         self._parameters = parameters
         self._destinations = destinations
         self._seen = [False] * len(parameters)
-        self._dirty = [True] * len(parameters)  # what a process before this one has left there
+        self._dirty = [not fresh] * len(parameters)  # what a process before this one has left there
         self._landed = landed
         self._last_pass = True
         self._collecting = False

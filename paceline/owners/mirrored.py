@@ -115,7 +115,8 @@ class MirroredEngine:
             self._links.sum(torch.zeros(1))  # nobody goes on before the first host is done
 
     def prepare(self, example: Example) -> None:
-        assert self.cut is not None and self._parts is not None
+        assert self.cut is not None
+        assert self._parts is not None
         self.cut.prepare(self._model, example)
         for module in self._model.modules():
             if isinstance(module, _BatchNorm) and self.cut.over_devices(module):
@@ -123,7 +124,7 @@ class MirroredEngine:
         destinations = self._parts.take()
         # Parameters are other tensors from here on: gradients are waited for anew.
         self._collector.close()
-        self._collector = GradientCollector(self._shared.trained, destinations)
+        self._collector = GradientCollector(self._shared.trained, destinations, fresh=True)
         self._parts.publish_buffers()
         self._together.meet(Kind.BUILD, Phase.AWAITING_DEVICES)
 

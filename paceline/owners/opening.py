@@ -41,7 +41,7 @@ def open_engine(model: nn.Module, optimizer: Optimizer, place: Place) -> Engine:
     if isinstance(place.strategy, Mirrored) and (split := place.strategy.split) is not None:
         announce(board, where.replica)
         together = Together(board, where.replica, place.strategy.timeout_s)
-        cut = open_cut(split, Peers.meet(together, split.devices))
+        cut = open_cut(split, Peers.meet(together, split.devices), place.dims)
     return MirroredEngine(model, optimizer, where, board, links, cut)
 
 

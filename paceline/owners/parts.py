@@ -35,14 +35,14 @@ class Parts:
         self._of = [self._cut.part_of(slot.name) for slot in slots]
         self._of_buffers = [self._cut.part_of(name) for name, _ in self._model.named_buffers()]
         for slot, parameter, part in zip(slots, self._shared.parameters, self._of, strict=True):
-            parameter.data = arena.parameter(slot)[part.index]
+            parameter.data = part.of(arena.parameter(slot))
         for buffer, part in zip(self._shared.buffers, self._of_buffers, strict=True):
             if part.index:
-                buffer.data = buffer.data[part.index].clone()
+                buffer.data = part.of(buffer.data).clone()
         destinations: list[Destination] = []
         for slot, part in zip(slots[: len(self._shared.trained)], self._of, strict=False):
             row = self._process if part.adds_to is None else self._first + part.adds_to
-            place = arena.gradient(row, slot)[part.index]
+            place = part.of(arena.gradient(row, slot))
             destinations.append(Whole(place) if part.adds else Nowhere())
         return destinations
 
@@ -62,11 +62,11 @@ class Parts:
             return
         for (place, buffer), part in zip(self._shared.buffer_places(), self._of_buffers, strict=True):
             if part.adds:
-                place[part.index].copy_(buffer)
+                part.of(place).copy_(buffer)
 
     def take_buffers(self) -> None:
         for (place, buffer), part in zip(self._shared.buffer_places(), self._of_buffers, strict=True):
-            buffer.copy_(place[part.index])
+            buffer.copy_(part.of(place))
 
     # ── whole tensors ────────────────────────────────────────────────────────────────────────────────────
 

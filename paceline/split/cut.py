@@ -1,9 +1,9 @@
 """A cut: what one device does of a replica's work, and what its gradients are of the whole.
 
 The gradient of a step is a sum over all devices of all replicas, as it is over replicas: a cut only decides what each
-of them adds. The parameters lie whole, once a host, in the arena; a device computes with views of its parts of them, and
-its gradients go to the same parts of a gradient buffer. So owners, clipping, checkpoints and `verify` need not know
-that a model is cut.
+of them adds. The parameters lie whole, once a host, in the arena; a device computes with views of its parts of them,
+and its gradients go to the same parts of a gradient buffer. So owners, clipping, checkpoints and `verify` need not
+know that a model is cut.
 """
 
 from __future__ import annotations
@@ -35,6 +35,11 @@ class Part:
     index: tuple[slice, ...] = ()
     adds: bool = True
     adds_to: int | None = None
+    shape: tuple[int, ...] = ()  # seen as which the whole is indexed, if not as its own
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This part of a whole tensor, as a view."""
+        return (whole.view(self.shape) if self.shape else whole)[self.index]
 
 
 WHOLE = Part()

@@ -30,7 +30,7 @@ WORDS = 16  # of a descriptor
 MOST_DIMS = WORDS - 6
 _ALIGN = 64
 _HEAD_BYTES = 4096  # the counters: posted by the sender, taken by the receiver, each in a line of the cache of its own
-_BOX_BYTES = _HEAD_BYTES + DESCRIPTORS * WORDS * 8 + ROOM_BYTES
+BOX_BYTES = _HEAD_BYTES + DESCRIPTORS * WORDS * 8 + ROOM_BYTES
 
 DTYPES = (
     torch.float32,
@@ -75,7 +75,7 @@ class Peers:
             board.work_on(members, Kind.BUILD, Phase.STARTING)
             if members.chief == process:
                 descriptor = os.memfd_create("paceline-peers", os.MFD_CLOEXEC)
-                os.ftruncate(descriptor, replicas * count * count * _BOX_BYTES)
+                os.ftruncate(descriptor, replicas * count * count * BOX_BYTES)
                 found.append(Arena.of(descriptor))
             else:
                 board.wait(
@@ -91,7 +91,7 @@ class Peers:
         return cls(found[-1], board, process, process % count, count, together.timeout_s)
 
     def _box(self, source: int, target: int) -> int:
-        return ((self._first + source) * self.count + target) * _BOX_BYTES
+        return ((self._first + source) * self.count + target) * BOX_BYTES
 
     # ── one to one ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -265,6 +265,13 @@ class _Inbox(_Box):
         if not self._whole and self.arrived:
             self.collect()
         return self._whole.popleft() if self._whole else None
+
+    def clear(self) -> None:
+        """Throw away what has arrived; nobody may send meanwhile."""
+        while self.arrived:
+            self.collect()
+        self._whole.clear()
+        self._begun = None
 
     def collect(self) -> None:
         """Copy out what has arrived first."""

@@ -24,7 +24,6 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     mesh: dict[str, int]
     layout: dict[str, str]
-    dims: dict[str, str] = {}  # names of parameters' dims, by pattern: {"blocks.*.fc1.weight": "hidden embed"}
 
     def __post_init__(self) -> None:
         for axis, size in self.mesh.items():

@@ -1,0 +1,118 @@
+"""A layout's cut: dims are named by tracing the model once, and every device runs the graph of its parts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from paceline.errors import ModelError, StrategyError
+from paceline.split.cut import SAME, WHOLE, Cut, Example, Part
+from paceline.split.layout.atoms import Atom, leaves
+from paceline.split.layout.dimensions import Dimensions
+from paceline.split.layout.graph import Call
+from paceline.split.layout.plan import Axes, Planner, Usage
+from paceline.split.peers import Group, Peers
+from paceline.split.values import BATCH, Layout
+
+
+class LayoutCut(Cut):
+    """One device's side of a model that is cut by named dims."""
+
+    def __init__(self, split: Layout, peers: Peers, dims: Mapping[str, str]) -> None:
+        super().__init__(peers)
+        self._layout = split
+        self._patterns = dims
+        self._groups, self._coordinates = _along_axes(split.axes, peers)
+        self._usage = Usage()
+        self._dimensions: Dimensions
+        self._axes: Axes
+        self._graphs: dict[tuple[Any, ...], nn.Module] = {}
+
+    def prepare(self, model: nn.Module, example: Example) -> None:
+        if hasattr(model, "_orig_mod"):
+            raise ModelError("model", "compiled", "a model is cut first and compiled never, leave out torch.compile")
+        self._dimensions = dimensions = Dimensions(model)
+        for training in (True, False):
+            dimensions.trace(Call(example, training))
+        names = dimensions.names(self._patterns)
+        cuts: dict[Atom, str] = {}
+        for dim, axis in self._layout.layout.items():
+            names.check(dim)
+            if dim != BATCH:
+                cuts |= dict.fromkeys(names.named(dim), axis)
+        for atom, axis in cuts.items():
+            if atom.size < self._layout.axes[axis]:
+                raise StrategyError(
+                    "layout",
+                    f"{names.of(atom)}={axis}",
+                    f"that dim has {atom.size} elements and the axis {self._layout.axes[axis]} devices",
+                )
+        self._axes = Axes(self._groups, cuts)
+        for key, found in dimensions.traces.items():
+            self._graphs[key] = Planner(found, self._axes, self._usage).rewrite()
+        self._check_usage()
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            call = Call((args, kwargs), model.training)
+            return self._graph(call)(*call.tensors)
+
+        model.forward = forward
+
+    def _graph(self, call: Call) -> nn.Module:
+        if call.key not in self._graphs:  # another kind of call than before
+            model = self._dimensions._model
+            whole = model.__dict__.pop("forward")
+            try:
+                found = self._dimensions.trace(call)
+            finally:
+                model.forward = whole
+            self._graphs[call.key] = Planner(found, self._axes, self._usage).rewrite()
+        return self._graphs[call.key]
+
+    def _check_usage(self) -> None:
+        for name, axes in self._usage.summand.items():
+            mixed = axes & self._usage.alike.get(name, set())
+            if mixed:
+                raise ModelError(
+                    "layout",
+                    name,
+                    f"it is used both in operators that are cut along {sorted(mixed)[0]} and in ones that are not; "
+                    "lay another dim along that axis",
+                )
+
+    # ── parts ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def part_of(self, name: str) -> Part:
+        dims = self._dimensions.parameters[name]
+        cuts = self._axes.cuts(dims)
+        summand = self._usage.summand.get(name, set())
+        # Along an axis it does not lie along, either everybody has a summand or the first one speaks for all.
+        adds = all(axis in cuts.values() or axis in summand or self._coordinates[axis] == 0 for axis in self._groups)
+        if not cuts:
+            return WHOLE if adds else SAME
+        holder = {axis: 0 if axis in cuts.values() else at for axis, at in self._coordinates.items()}
+        atoms = [leaves(dim) for dim in dims]
+        index = tuple(slice(*self._axes.range(leaf)) for dim in atoms for leaf in dim)
+        shape = tuple(leaf.size for dim in atoms for leaf in dim) if any(len(dim) > 1 for dim in atoms) else ()
+        return Part(index, adds, _rank(holder, self._layout.axes), shape)
+
+
+def _along_axes(axes: dict[str, int], peers: Peers) -> tuple[dict[str, Group], dict[str, int]]:
+    """This device's group along every axis, and its place on each."""
+    every = list(itertools.product(*(range(size) for size in axes.values())))
+    mine = dict(zip(axes, every[peers.rank], strict=True))
+    groups = {}
+    for axis, size in axes.items():
+        ranks = [_rank({**mine, axis: place}, axes) for place in range(size)]
+        groups[axis] = peers.along(ranks)
+    return groups, mine
+
+
+def _rank(place: dict[str, int], axes: dict[str, int]) -> int:
+    rank = 0
+    for axis, size in axes.items():
+        rank = rank * size + place[axis]
+    return rank

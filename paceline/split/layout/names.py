@@ -1,0 +1,178 @@
+"""Names for dims: those the user gives by pattern, and for the rest what they are in the model.
+
+vocab     the rows of an embedding            embed     what goes from layer to layer: an embedding's width, or the
+heads     the factors of an attention's dims             model's input where some layer gives the same again
+hidden    given by one layer, taken by the    in, out   taken from the input, given at the end
+          next; `channels` of convolutions
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from paceline.errors import StrategyError
+from paceline.split.layout.atoms import Atom, Dims, leaves
+from paceline.split.values import BATCH, nearest_first
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_LAYERS = (*_CONVOLUTIONS, nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm, nn.MultiheadAttention)
+
+
+_Role = tuple[str, type[nn.Module], tuple[int, ...], int, int]  # what atoms in blocks that are alike have in common
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One place where an atom is: of which parameter, which dim, which factor of that dim, of how many."""
+
+    parameter: str
+    dim: int
+    factor: int
+    factors: int
+
+
+class Names:
+    """The name of every atom of a model's parameters."""
+
+    def __init__(self, model: nn.Module, parameters: Mapping[str, Dims], inputs: Sequence[Dims]) -> None:
+        self._model = model
+        self._parameters = parameters
+        self._input_atoms = {leaf for dims in inputs for dim in dims[1:] for leaf in leaves(dim)}
+        self._seen: dict[Atom, list[Seen]] = {}
+        for name, dims in parameters.items():
+            for number, dim in enumerate(dims):
+                factors = leaves(dim)
+                for factor, leaf in enumerate(factors):
+                    if leaf.size == 1 or (number > 1 and isinstance(self._module(name), _CONVOLUTIONS)):
+                        continue  # a kernel's extent is nobody else's
+                    self._seen.setdefault(leaf, []).append(Seen(name, number, factor, len(factors)))
+        self._of: dict[Atom, str] = {}
+
+    def give(self, patterns: Mapping[str, str]) -> None:
+        """Name all: first as the user says, by pattern, then the others."""
+        self._take_patterns(patterns)
+        taken = set(self._of.values())
+        for group in self._groups():
+            own = {self._of[atom] for atom in group if atom in self._of}
+            if own:
+                name = sorted(own)[0]
+            else:
+                name = _unused(self._meaning(group), taken)
+                taken.add(name)
+            for atom in group:
+                self._of.setdefault(atom, name)
+
+    def of(self, atom: Atom) -> str:
+        return self._of.get(atom.find(), "")
+
+    def named(self, name: str) -> set[Atom]:
+        return {atom for atom, own in self._of.items() if own == name}
+
+    @property
+    def known(self) -> list[str]:
+        return list(dict.fromkeys(self._of.values()))
+
+    def describe(self, name: str) -> str:
+        """A parameter's dims, as `paceline dims` prints them."""
+        dims = self._parameters[name]
+        return " ".join("·".join(self.of(leaf) or str(leaf.size) for leaf in leaves(dim)) for dim in dims)
+
+    def check(self, dim: str) -> None:
+        if dim != BATCH and dim not in self._of.values():
+            known = ", ".join(nearest_first(dim, [*self.known, BATCH]))
+            raise StrategyError("layout", dim, f"no parameter has such a dim, there are {known} (paceline dims)")
+
+    # ── from patterns ────────────────────────────────────────────────────────────────────────────────────
+
+    def _take_patterns(self, patterns: Mapping[str, str]) -> None:
+        for pattern, words in patterns.items():
+            matching = [name for name in self._parameters if fnmatch.fnmatchcase(name, pattern)]
+            if not matching:
+                near = ", ".join(nearest_first(pattern, list(self._parameters))[:3])
+                raise StrategyError("dims", pattern, f"no parameter is called so, there are {near} …")
+            for name in matching:
+                dims, given = self._parameters[name], words.split()
+                if len(dims) != len(given):
+                    raise StrategyError("dims", f"{pattern}: {words}", f"{name} has {len(dims)} dims, name each")
+                for dim, word in zip(dims, given, strict=True):
+                    atoms, parts = leaves(dim), re.split("[·*]", word)
+                    if len(parts) != len(atoms):
+                        wanted = "·".join(str(atom.size) for atom in atoms)
+                        raise StrategyError(
+                            "dims", f"{pattern}: {word}", f"that dim of {name} is {wanted}, name each factor: a·b"
+                        )
+                    for atom, part in zip(atoms, parts, strict=True):
+                        if self._of.setdefault(atom, part) != part:
+                            raise StrategyError(
+                                "dims", f"{pattern}: {word}", f"that dim of {name} is called {self._of[atom]} already"
+                            )
+
+    # ── by themselves ────────────────────────────────────────────────────────────────────────────────────
+
+    def _groups(self) -> list[list[Atom]]:
+        """Atoms that deserve one name: the same place in blocks that are alike, unless that would give two dims of
+        one parameter the same name."""
+        groups: list[list[Atom]] = []
+        of: dict[_Role, list[Atom]] = {}
+        for atom, places in self._seen.items():
+            keys = [self._role(place) for place in places]
+            home = next((of[key] for key in keys if key in of and self._fits(of[key], atom)), None)
+            if home is None:
+                home = []
+                groups.append(home)
+            home.append(atom)
+            for key in keys:
+                of.setdefault(key, home)
+        return groups
+
+    def _role(self, place: Seen) -> _Role:
+        shape = tuple(leaf.size for dim in self._parameters[place.parameter] for leaf in leaves(dim))
+        return re.sub(r"\d+", "*", place.parameter), self._kind(place.parameter), shape, place.dim, place.factor
+
+    def _fits(self, group: list[Atom], atom: Atom) -> bool:
+        theirs = {place.parameter for other in group for place in self._seen[other]}
+        return not any(place.parameter in theirs for place in self._seen[atom])
+
+    def _meaning(self, group: list[Atom]) -> str:
+        places = [place for atom in group for place in self._seen[atom]]
+        kinds = {self._kind(place.parameter) for place in places}
+        embedding = {place.dim for place in places if self._kind(place.parameter) is nn.Embedding}
+        if 0 in embedding:
+            return "vocab"
+        if 1 in embedding:
+            return "embed"
+        factor = next((place for place in places if place.factors > 1), None)
+        if factor is not None:
+            behind = factor.factors - 1 - factor.factor
+            return ("width", "heads", "parts")[min(2, behind)]
+        if not any(issubclass(kind, _LAYERS) for kind in kinds):
+            return "rows"
+        gives, takes = (any(self._matrix(place) and place.dim == dim for place in places) for dim in (0, 1))
+        fed = any(atom in self._input_atoms for atom in group)
+        if nn.LayerNorm in kinds or nn.RMSNorm in kinds or (fed and gives):
+            return "embed"
+        if gives and takes:
+            return "channels" if kinds & set(_CONVOLUTIONS) else "hidden"
+        return "in" if takes else "out" if gives else "hidden"
+
+    def _matrix(self, place: Seen) -> bool:
+        return len(self._parameters[place.parameter]) > 1
+
+    def _kind(self, parameter: str) -> type[nn.Module]:
+        return type(self._module(parameter))
+
+    def _module(self, parameter: str) -> nn.Module:
+        return self._model.get_submodule(parameter.rpartition(".")[0])
+
+
+def _unused(name: str, taken: set[str]) -> str:
+    number = 2
+    found = name
+    while found in taken:
+        found, number = f"{name}{number}", number + 1
+    return found

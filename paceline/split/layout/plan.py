@@ -1,0 +1,388 @@
+"""From the dims of a graph, and a layout, to a graph that one device runs on its parts.
+
+Every operator works along the axes that any of its operands lie along. Then:
+
+    an operand that has a dim that is cut elsewhere, and is whole    its part is taken        (`take_part`)
+    a dim that the operator needs whole                              is put together before   (`put_together`)
+    an operand that does not lie along an axis the operator works on its gradient is summed   (`copied`)
+    a dim the operator adds up over                                  the result is summed     (`reduced`)
+
+That is all there is to it, for any number of axes. Where an operator lies along no axis nothing is added, and every
+device computes it alike.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from paceline.errors import ModelError
+from paceline.split.collectives import bounds, copied, reduced
+from paceline.split.layout import local
+from paceline.split.layout.atoms import Atom, Dim, leaves
+from paceline.split.layout.rules import Op, Trace, flat_dims
+from paceline.split.peers import Group
+
+Cuts = dict[Atom, str]  # atoms that are in parts, and the axis
+
+
+class Axes:
+    """The mesh as this device sees it: its group along each axis, and which atoms lie along which."""
+
+    def __init__(self, groups: dict[str, Group], cuts: Cuts) -> None:
+        self.groups = groups
+        self._cuts = cuts
+
+    def of(self, atom: Atom) -> str | None:
+        return self._cuts.get(atom.find())
+
+    def cuts(self, dims: Sequence[Dim]) -> Cuts:
+        return {leaf: axis for dim in dims for leaf in leaves(dim) if (axis := self.of(leaf)) is not None}
+
+    def range(self, atom: Atom) -> tuple[int, int]:
+        """This device's part of an atom."""
+        axis = self.of(atom)
+        if axis is None:
+            return 0, atom.size
+        group = self.groups[axis]
+        edges = bounds(atom.size, group.count)
+        return edges[group.index], edges[group.index + 1]
+
+    def part(self, atom: Atom) -> int:
+        start, stop = self.range(atom)
+        return stop - start
+
+
+class Usage:
+    """How parameters are used: along which axes a device's gradient is a summand, and along which all have the same."""
+
+    def __init__(self) -> None:
+        self.summand: dict[str, set[str]] = {}
+        self.alike: dict[str, set[str]] = {}
+
+    def note(self, name: str, axes: Axes, own: Cuts, working: set[str]) -> None:
+        for axis in axes.groups:
+            if axis not in own.values():
+                (self.summand if axis in working else self.alike).setdefault(name, set()).add(axis)
+
+
+class Planner:
+    """Rewrites the graph of a trace for this device."""
+
+    def __init__(self, trace: Trace, axes: Axes, usage: Usage) -> None:
+        self._trace = trace
+        self._graph = trace.graph
+        self._axes = axes
+        self._usage = usage
+        self._cut: dict[fx.Node, Cuts] = {}
+        self._known: dict[tuple[Any, ...], fx.Node] = {}  # what was made of a node already
+
+    def rewrite(self) -> fx.GraphModule:
+        for node in list(self._graph.nodes):
+            op = self._trace.ops[node]
+            if node.op == "placeholder":
+                self._cut[node] = {}
+            elif node.op == "get_attr":
+                self._cut[node] = (
+                    self._axes.cuts(flat_dims(op.out)) if str(node.target) in self._trace.parameters else {}
+                )
+            elif node.op == "output":
+                self._put_all_together(node)
+            elif op.out is None:
+                self._plain_numbers(node)
+            else:
+                self._operator(node, op)
+        self._graph.lint()
+        return fx.GraphModule(self._trace.model, self._graph)
+
+    # ── an operator ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _operator(self, node: fx.Node, op: Op) -> None:
+        axes = self._axes
+        needed = {leaf for dim in op.whole for leaf in leaves(dim)}
+        own = {name: axes.cuts(dims) for name, dims in op.parameters.items()}
+        for name, cuts in own.items():
+            for atom in cuts:
+                if atom in needed:
+                    raise ModelError(
+                        "layout",
+                        f"{node.target}.{name}",
+                        f"{self._what(node)} cannot be cut along that dim; leave it out of the layout, or name this "
+                        "one otherwise (dims)",
+                    )
+        operands = [operand for operand in node.all_input_nodes if isinstance(self._trace.dims[operand], (list, tuple))]
+        target: Cuts = {}
+        for cuts in (*own.values(), *(self._cut[operand] for operand in operands)):
+            target |= {atom: axis for atom, axis in cuts.items() if atom not in needed}
+        self._check_axes(node, op, target)
+        working = set(target.values())
+        new: dict[fx.Node, fx.Node] = {}
+        with self._graph.inserting_before(node):
+            for operand in operands:
+                new[operand] = self._fitted(operand, needed, target, working)
+        for operand, fitted in new.items():
+            node.replace_input_with(operand, fitted)
+        for operand in operands:
+            if operand.op == "get_attr" and str(operand.target) in self._trace.parameters:
+                self._usage.note(str(operand.target), axes, self._cut[operand], working)
+        summed = {leaf for dim in op.summed for leaf in leaves(dim)}
+        over = [target[atom] for atom in target if atom in summed]
+        out_atoms = {leaf for dim in flat_dims(op.out) for leaf in leaves(dim)}
+        for name, cuts in own.items():
+            # What is added after the sum is not part of the summands.
+            late = set(over) if name in op.late else set()
+            self._usage.note(f"{node.target}.{name}", axes, cuts, working - late)
+        result = self._local(node, op, target, over)
+        cut = {atom: axis for atom, axis in target.items() if atom in out_atoms}
+        self._cut[result] = cut
+        if result is not node:
+            self._trace.dims[result] = self._trace.dims[node]
+
+    def _what(self, node: fx.Node) -> str:
+        return type(self._trace.module(node)).__name__ if node.op == "call_module" else str(node.target)
+
+    def _check_axes(self, node: fx.Node, op: Op, target: Cuts) -> None:
+        dims = [*op.parameters.values(), *([op.out] if isinstance(op.out, list) else op.out)]
+        for of_one in dims:
+            axes = [axis for atom, axis in self._axes.cuts(of_one or []).items() if atom in target]
+            twice = next((axis for axis in axes if axes.count(axis) > 1), None)
+            if twice is not None:
+                raise ModelError(
+                    "layout",
+                    f"two dims along {twice}",
+                    f"{self._what(node)} {node.name} has both in one tensor; give them different axes, or one of them "
+                    "another name (dims)",
+                )
+
+    def _fitted(self, operand: fx.Node, needed: set[Atom], target: Cuts, working: set[str]) -> fx.Node:
+        """The operand with the parts that the operator works on."""
+        dims = self._trace.dims[operand]
+        if isinstance(dims, tuple):
+            return operand
+        cut = dict(self._cut[operand])
+        found = operand
+        for number, dim in enumerate(dims):
+            for leaf in leaves(dim):
+                if leaf in cut and leaf in needed:
+                    inner = self._inner(dim, leaf, cut)
+                    group = self._axes.groups[cut.pop(leaf)]
+                    found = self._once(found, local.put_together, group, number, self._axes.part(leaf), inner)
+                elif leaf in target and leaf not in cut:
+                    inner = self._inner(dim, leaf, cut)
+                    cut[leaf] = target[leaf]
+                    found = self._once(
+                        found, local.take_part, self._axes.groups[target[leaf]], number, leaf.size, inner
+                    )
+        self._keep(operand, found, cut)
+        value = self._trace.values.get(operand.name)
+        if operand.op != "get_attr" and isinstance(value, torch.Tensor) and value.is_floating_point():
+            for axis in self._axes.groups:
+                if axis in working and axis not in cut.values():
+                    found = self._once(found, copied, self._axes.groups[axis])
+                    self._keep(operand, found, cut)
+        return found
+
+    def _keep(self, origin: fx.Node, made: fx.Node, cut: Cuts) -> None:
+        self._cut[made] = cut
+        self._trace.dims[made] = self._trace.dims[origin]
+        self._trace.values.setdefault(made.name, self._trace.values.get(origin.name))
+
+    def _inner(self, dim: Dim, leaf: Atom, cut: Cuts) -> int:
+        atoms = leaves(dim)
+        behind = atoms[atoms.index(leaf) + 1 :]
+        return math.prod(self._axes.part(atom) if atom in cut else atom.size for atom in behind)
+
+    def _once(self, node: fx.Node, function: Any, *arguments: Any) -> fx.Node:
+        """The same done to the same node for several operators is done once, right behind it."""
+        key = (node, function, *(id(a) if isinstance(a, Group) else a for a in arguments))
+        if key not in self._known:
+            after = node.next
+            while after.op == "placeholder":
+                after = after.next
+            with self._graph.inserting_before(after):
+                self._known[key] = self._call(function, (node, *arguments))
+        return self._known[key]
+
+    def _call(self, function: Any, arguments: tuple[Any, ...]) -> fx.Node:
+        """A node that calls `function`. Code is made of a graph: what is not a node goes in with the function."""
+        given, structure = pytree.tree_flatten(arguments)
+        nodes = [leaf for leaf in given if isinstance(leaf, fx.Node)]
+
+        places = [place for place, leaf in enumerate(given) if isinstance(leaf, fx.Node)]
+        flat = len(given) == len(arguments) and all(map(operator.is_, given, arguments))
+
+        def call(*operands: Any) -> Any:
+            filled = list(given)
+            for place, operand in zip(places, operands, strict=True):
+                filled[place] = operand
+            return function(*(filled if flat else pytree.tree_unflatten(filled, structure)))
+
+        call.__name__ = function.__name__
+        return self._graph.call_function(call, tuple(nodes))
+
+    # ── operators that are others on parts ───────────────────────────────────────────────────────────────
+
+    def _local(self, node: fx.Node, op: Op, target: Cuts, over: list[str]) -> fx.Node:
+        groups = tuple(self._axes.groups[axis] for axis in dict.fromkeys(over))
+        way = getattr(self, f"_{op.kind.replace(' ', '_')}", None) if op.kind and target else None
+        if way is not None:
+            return self._replaced(node, *way(node, op, target, groups))
+        found = node
+        for group in groups:
+            with self._graph.inserting_after(found):
+                found = self._behind(found, node, group)
+        return found
+
+    def _behind(self, found: fx.Node, node: fx.Node, group: Group) -> fx.Node:
+        summed = self._call(reduced, (found, group))
+        found.replace_all_uses_with(summed, delete_user_cb=lambda user: user is not summed)
+        self._trace.ops[summed] = self._trace.ops[node]
+        return summed
+
+    def _replaced(self, node: fx.Node, function: Any, arguments: tuple[Any, ...]) -> fx.Node:
+        with self._graph.inserting_before(node):
+            made = self._call(function, arguments)
+        node.replace_all_uses_with(made)
+        self._trace.values[made.name] = self._trace.values[node.name]
+        self._graph.erase_node(node)
+        return made
+
+    def _own(self, node: fx.Node, name: str) -> fx.Node | None:
+        if name not in self._trace.ops[node].parameters:
+            return None
+        with self._graph.inserting_before(node):
+            return self._graph.get_attr(f"{node.target}.{name}")
+
+    def _size(self, dim: Dim) -> int:
+        return math.prod(self._axes.part(leaf) for leaf in leaves(dim))
+
+    def _linear(self, node: fx.Node, op: Op, target: Cuts, groups: Any) -> tuple[Any, tuple[Any, ...]]:
+        shape = tuple(self._size(dim) for dim in op.parameters["weight"])
+        return local.linear, (node.args[0], self._own(node, "weight"), self._own(node, "bias"), shape, groups)
+
+    def _conv(self, node: fx.Node, op: Op, target: Cuts, groups: Any) -> tuple[Any, tuple[Any, ...]]:
+        module: Any = self._trace.module(node)
+        count = 1 if module.groups == 1 else self._size(op.parameters["weight"][0])
+        weight, bias = self._own(node, "weight"), self._own(node, "bias")
+        real = self._trace.module(node)
+        return local.convolve, (node.args[0], weight, bias, real, count, groups)
+
+    def _embedding(self, node: fx.Node, op: Op, target: Cuts, groups: Any) -> tuple[Any, tuple[Any, ...]]:
+        module: Any = self._trace.module(node)
+        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+            raise ModelError(
+                "layout", str(node.target), "an embedding with max_norm, by frequency or sparse is not cut"
+            )
+        (atom, *inner) = leaves(op.parameters["weight"][0])
+        if inner:
+            raise ModelError("layout", str(node.target), "the rows of this embedding are reshaped, and cannot be cut")
+        real = self._trace.module(node)
+        return local.look_up, (node.args[0], self._own(node, "weight"), real, self._axes.range(atom)[0], groups)
+
+    def _layer_norm(self, node: fx.Node, op: Op, target: Cuts, groups: Any) -> tuple[Any, tuple[Any, ...]]:
+        module: Any = self._trace.module(node)
+        cut = [leaf for leaf in leaves(op.out[-1]) if leaf in target]
+        weight, bias = self._own(node, "weight"), self._own(node, "bias")
+        if not cut:
+            return torch.nn.functional.layer_norm, (node.args[0], module.normalized_shape, weight, bias, module.eps)
+        group = self._axes.groups[target[cut[0]]]
+        return local.layer_norm, (node.args[0], weight, bias, module.eps, module.normalized_shape[0], group)
+
+    def _dropout(self, node: fx.Node, op: Op, target: Cuts, groups: Any) -> tuple[Any, tuple[Any, ...]]:
+        if node.op == "call_module":
+            module: Any = self._trace.module(node)
+            p, training = module.p, module.training
+        else:
+            bound = dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)) | dict(node.kwargs)
+            p, training = bound.get("p", 0.5), bound.get("training", True)
+        cuts = tuple(
+            (number, leaf.size, self._inner(dim, leaf, target), self._axes.groups[target[leaf]])
+            for number, dim in enumerate(op.out)
+            for leaf in leaves(dim)
+            if leaf in target
+        )
+        return local.dropout, (node.args[0], p, training, cuts)
+
+    def _heads(self, node: fx.Node, op: Op, target: Cuts, groups: Any) -> tuple[Any, tuple[Any, ...]]:
+        names = list(inspect.signature(nn.MultiheadAttention.forward).parameters)[1:]
+        options = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+        q, k, v = (options.pop(name) for name in names[:3])
+        _, heads, _ = leaves(op.parameters["in_proj_weight"][0])
+        real = self._trace.module(node)
+        return local.attend, (q, k, v, real, self._axes.part(heads), groups, options)
+
+    def _pieces(self, node: fx.Node, op: Op, target: Cuts, groups: Any) -> tuple[Any, tuple[Any, ...]]:
+        dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+        return torch.chunk, (node.args[0], len(op.out), dim)
+
+    def _reshape(self, node: fx.Node, op: Op, target: Cuts, groups: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Sizes follow from the atoms, where these are a model's own; others, of a batch, are what they are."""
+        source = self._trace.of(node.args[0])
+        given = list(self._trace.values[node.name].shape)
+        asked: Any = node.args[1:]
+        if len(asked) == 1 and isinstance(asked[0], (tuple, list)):
+            asked = asked[0]
+        named = str(node.target) in ("view", "reshape") or node.target is torch.reshape
+        shape: list[Any] = []
+        for number, dim in enumerate(op.out):
+            atoms = leaves(dim)
+            if any(atom in target for atom in atoms):
+                shape.append(math.prod(self._axes.part(atom) for atom in atoms))
+            elif named and len(asked) == len(given):
+                shape.append(asked[number])
+            elif (at := next((k for k, d in enumerate(source) if leaves(d) == atoms), None)) is not None:
+                with self._graph.inserting_before(node):
+                    shape.append(self._graph.call_method("size", (node.args[0], at)))
+            else:
+                shape.append(-1 if -1 not in shape else given[number])
+        return local.view, (node.args[0], tuple(shape))
+
+    # ── the rest ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def _plain_numbers(self, node: fx.Node) -> None:
+        """Sizes and the like: a model that asks for them expects those of whole tensors."""
+        for operand in node.all_input_nodes:
+            dims = self._trace.dims[operand]
+            if not isinstance(dims, list) or not self._cut.get(operand):
+                continue
+            fixed = self._whole_sizes(node, dims)
+            if fixed is not None:
+                with self._graph.inserting_before(node):
+                    which = node.args[1] if node.target == "size" and len(node.args) > 1 else None
+                    made = self._call(_sizes, (operand, fixed, which))
+                node.replace_all_uses_with(made)
+                self._trace.dims[made] = None
+                self._cut[made] = {}
+                self._graph.erase_node(node)
+                return
+        self._cut[node] = {}
+
+    def _whole_sizes(self, node: fx.Node, dims: list[Dim]) -> tuple[int | None, ...] | None:
+        """For x.size() and x.shape of a tensor in parts: the whole sizes of the dims that are cut."""
+        asks = node.target == "size" or (node.target is getattr and node.args[1] == "shape")
+        if not asks:
+            return None
+        return tuple(
+            math.prod(leaf.size for leaf in leaves(dim)) if any(self._axes.of(leaf) for leaf in leaves(dim)) else None
+            for dim in dims
+        )
+
+    def _put_all_together(self, node: fx.Node) -> None:
+        for operand in list(node.all_input_nodes):
+            dims = self._trace.dims[operand]
+            if isinstance(dims, list) and self._cut.get(operand):
+                needed = set(self._cut[operand])
+                with self._graph.inserting_before(node):
+                    node.replace_input_with(operand, self._fitted(operand, needed, {}, set()))
+
+
+def _sizes(x: torch.Tensor, whole: tuple[int | None, ...], which: Any) -> Any:
+    sizes = torch.Size([own if fixed is None else fixed for own, fixed in zip(x.shape, whole, strict=True)])
+    return sizes[which] if isinstance(which, int) else sizes

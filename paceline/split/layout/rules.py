@@ -1,0 +1,480 @@
+"""What operators do with dims: one rule a kind of operator, used to name dims and to cut along them.
+
+A rule joins the dims that are the same, and says which dims of the operands must be whole, and over which the operator
+adds up. Of an operator with no rule all operands must be whole: it is computed on every device alike.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from paceline.split.layout.atoms import Atom, Dim, Dims, join, leaves, regroup, size
+
+
+@dataclass
+class Op:
+    """What a node does: the dims of its result, of a module's parameters, and which must be whole or are added up."""
+
+    out: Any  # Dims, or a tuple of Dims; None: no tensor
+    whole: list[Dim] = field(default_factory=list)
+    summed: list[Dim] = field(default_factory=list)
+    parameters: dict[str, Dims] = field(default_factory=dict)  # by name inside the module
+    late: frozenset[str] = frozenset()  # parameters that are added after the sum
+    kind: str = ""  # operators that are computed in another way when they are cut
+
+
+class Trace:
+    """The dims of everything in one graph. Parameters have theirs in common with other graphs of the same model."""
+
+    def __init__(self, model: nn.Module, graph: fx.Graph, values: dict[str, Any], parameters: dict[str, Dims]) -> None:
+        self.model = model
+        self.graph = graph
+        self.values = values
+        self.parameters = parameters  # by name
+        self.dims: dict[fx.Node, Any] = {}
+        self.ops: dict[fx.Node, Op] = {}
+        self.inputs: list[Dims] = []
+
+    def run(self) -> None:
+        for node in self.graph.nodes:
+            self.ops[node] = op = self._op(node)
+            self.dims[node] = op.out
+
+    def _op(self, node: fx.Node) -> Op:
+        value = self.values[node.name]
+        if node.op == "placeholder":
+            dims = self.fresh(value)
+            self.inputs.append(dims)
+            return Op(dims)
+        if node.op == "get_attr":
+            return Op(self.parameters.get(str(node.target)) or self.fresh(value))
+        if node.op == "output" or not has_tensors(value):
+            return Op(None)
+        rule = self._rule(node)
+        op = rule(self, node) if rule is not None else None
+        return op if op is not None else self.alike(node)
+
+    def _rule(self, node: fx.Node) -> Rule | None:
+        if node.op == "call_module":
+            module = self.model.get_submodule(str(node.target))
+            return next((rule for kinds, rule in MODULES if isinstance(module, kinds)), None)
+        if node.op == "call_method":
+            return METHODS.get(str(node.target))
+        return FUNCTIONS.get(node.target)
+
+    def alike(self, node: fx.Node) -> Op:
+        """No rule: all operands whole, the same on every device."""
+        whole = [dim for operand in node.all_input_nodes for dim in flat_dims(self.dims[operand])]
+        op = Op(self.fresh(self.values[node.name]), whole=whole, kind="alike")
+        if node.op == "call_module":
+            prefix = str(node.target)
+            for name, _ in self.model.get_submodule(prefix).named_parameters():
+                if (dims := self.parameters.get(f"{prefix}.{name}")) is not None:
+                    op.parameters[name] = dims
+                    op.whole += dims
+        return op
+
+    # ── for rules ────────────────────────────────────────────────────────────────────────────────────────
+
+    def fresh(self, value: Any) -> Any:
+        """New dims for a value: one atom each."""
+        if isinstance(value, torch.Tensor):
+            return [[Atom(size)] for size in value.shape]
+        if isinstance(value, (tuple, list)):
+            return tuple(self.fresh(item) for item in value)
+        return None
+
+    def of(self, node: Any) -> Dims:
+        dims = self.dims.get(node) if isinstance(node, fx.Node) else None
+        return dims if isinstance(dims, list) else []
+
+    def shape(self, node: fx.Node) -> tuple[int, ...]:
+        return tuple(self.values[node.name].shape)
+
+    def module(self, node: fx.Node) -> nn.Module:
+        return self.model.get_submodule(str(node.target))
+
+    def own(self, node: fx.Node, name: str) -> Dims | None:
+        return self.parameters.get(f"{node.target}.{name}")
+
+
+Rule = Callable[[Trace, fx.Node], Op | None]
+
+
+def has_tensors(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or (isinstance(value, (tuple, list)) and any(map(has_tensors, value)))
+
+
+def flat_dims(dims: Any) -> list[Dim]:
+    if isinstance(dims, tuple):
+        return [dim for part in dims for dim in flat_dims(part)]
+    return dims or []
+
+
+# ── elementwise ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def pointwise(t: Trace, node: fx.Node) -> Op | None:
+    out: Dims = t.fresh(t.values[node.name])
+    for operand in node.all_input_nodes:
+        value = t.values[operand.name]
+        if not isinstance(value, torch.Tensor):
+            continue
+        for dim, own in zip(reversed(out), reversed(t.of(operand)), strict=False):
+            if size(own) != 1 and not join(dim, own):
+                return None
+    return Op(out)
+
+
+def normalized(t: Trace, node: fx.Node) -> Op | None:
+    """LayerNorm: over the last dims, which a distributed way of it may have in parts."""
+    module = t.module(node)
+    out = [list(dim) for dim in t.of(node.args[0])]
+    count = len(module.normalized_shape)  # type: ignore[arg-type]
+    parameters = {}
+    for name in ("weight", "bias"):
+        if dims := t.own(node, name):
+            parameters[name] = dims
+            if not all(join(a, b) for a, b in zip(dims, out[-count:], strict=True)):
+                return None
+    if count > 1 or not isinstance(module, nn.LayerNorm):
+        return Op(out, whole=out[-count:], parameters=parameters)
+    return Op(out, parameters=parameters, kind="layer norm")
+
+
+def dropout(t: Trace, node: fx.Node) -> Op | None:
+    op = pointwise(t, node)
+    if op is not None:
+        op.kind = "dropout"
+    return op
+
+
+def per_channel(t: Trace, node: fx.Node) -> Op | None:
+    """BatchNorm: every channel by itself."""
+    out = [list(dim) for dim in t.of(node.args[0])]
+    parameters = {}
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        if dims := t.own(node, name):
+            parameters[name] = dims
+            if not join(dims[0], out[1]):
+                return None
+    return Op(out, parameters=parameters)
+
+
+LATE = frozenset({"bias"})
+
+# ── products ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def linear(t: Trace, node: fx.Node) -> Op | None:
+    weight = t.own(node, "weight")
+    x = t.of(node.args[0])
+    if weight is None or not x or not join(weight[1], x[-1]):
+        return None
+    parameters = {"weight": weight}
+    if bias := t.own(node, "bias"):
+        parameters["bias"] = bias
+        join(bias[0], weight[0])
+    return Op([*x[:-1], weight[0]], summed=[x[-1]], parameters=parameters, late=LATE, kind="linear")
+
+
+def convolution(t: Trace, node: fx.Node) -> Op | None:
+    module: Any = t.module(node)
+    weight, x, value = t.own(node, "weight"), t.of(node.args[0]), t.values[node.name]
+    if weight is None or len(x) != weight_dims(module):
+        return None
+    parameters = {"weight": weight}
+    if bias := t.own(node, "bias"):
+        parameters["bias"] = bias
+        join(bias[0], weight[0])
+    out: Dims = [x[0], weight[0], *t.fresh(value)[2:]]
+    whole = [*x[2:], *weight[2:]]
+    if module.groups == 1:
+        if not join(weight[1], x[1]):
+            return None
+        return Op(out, whole=whole, summed=[x[1]], parameters=parameters, late=LATE, kind="conv")
+    if module.groups == module.in_channels == module.out_channels:
+        if not join(weight[0], x[1]):
+            return None
+        return Op(out, whole=whole, parameters=parameters, kind="conv")
+    return None
+
+
+def weight_dims(module: Any) -> int:
+    return int(module.weight.dim())
+
+
+def embedding(t: Trace, node: fx.Node) -> Op | None:
+    weight = t.own(node, "weight")
+    if weight is None:
+        return None
+    return Op([*t.of(node.args[0]), weight[1]], summed=[weight[0]], parameters={"weight": weight}, kind="embedding")
+
+
+def matmul(t: Trace, node: fx.Node) -> Op | None:
+    a, b = (t.of(argument) for argument in node.args[:2])
+    if len(a) < 2 or len(b) < 2 or not join(a[-1], b[-2]):
+        return None
+    out: Dims = t.fresh(t.values[node.name])
+    for operand in (a, b):
+        for dim, own in zip(reversed(out[:-2]), reversed(operand[:-2]), strict=False):
+            if size(own) != 1 and not join(dim, own):
+                return None
+    return Op([*out[:-2], a[-2], b[-1]], summed=[a[-1]])
+
+
+def attention(t: Trace, node: fx.Node) -> Op | None:
+    """scaled_dot_product_attention: any leading dim may be cut, such as heads."""
+    q, k, v = (t.of(argument) for argument in node.args[:3])
+    if not (len(q) == len(k) == len(v) >= 3):
+        return None
+    for a, b, c in zip(q[:-2], k[:-2], v[:-2], strict=True):
+        if not (join(a, b) and join(a, c)):
+            return None
+    whole = [q[-1], k[-1], k[-2], v[-2], q[-2]]
+    mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+    if isinstance(mask, fx.Node):
+        whole += t.of(mask)
+    dropping = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+    if dropping:  # masks are drawn for all heads together
+        return None
+    return Op([*q[:-2], q[-2], v[-1]], whole=whole)
+
+
+def heads(t: Trace, node: fx.Node) -> Op | None:
+    """nn.MultiheadAttention: cut by heads."""
+    module: Any = t.module(node)
+    q, k, v = (t.of(argument) for argument in (*node.args, *node.kwargs.values())[:3])
+    inner, weights = t.own(node, "in_proj_weight"), t.values[node.name][1]
+    plain = (
+        module.bias_k is None
+        and not module.add_zero_attn
+        and weights is None
+        and not (module.dropout and module.training)
+    )
+    if inner is None or len(node.args) < 3 or len(q) != 3 or not plain:
+        return None
+    joined = Atom(3), Atom(module.num_heads), Atom(module.head_dim)
+    if not join(inner[0], joined):
+        return None
+    outer = t.own(node, "out_proj.weight")
+    assert outer is not None
+    if not (join(outer[1], joined[1:]) and join(outer[0], q[2]) and all(join(inner[1], x[2]) for x in (q, k, v))):
+        return None
+    parameters = {"in_proj_weight": inner, "out_proj.weight": outer}
+    if (bias := t.own(node, "in_proj_bias")) is not None:
+        join(bias[0], inner[0])
+        parameters["in_proj_bias"] = bias
+    if (bias := t.own(node, "out_proj.bias")) is not None:
+        join(bias[0], outer[0])
+        parameters["out_proj.bias"] = bias
+    whole = [dim for x in (q, k, v) for dim in x[:2]] + [q[2]]
+    return Op(
+        ([q[0], q[1], outer[0]], None),
+        whole=whole,
+        summed=[[joined[1]]],
+        parameters=parameters,
+        late=frozenset({"out_proj.bias"}),
+        kind="heads",
+    )
+
+
+# ── shapes ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def reshape(t: Trace, node: fx.Node) -> Op | None:
+    dims = regroup(t.of(node.args[0]), t.shape(node))
+    return None if dims is None else Op(dims, kind="reshape")
+
+
+def permute(t: Trace, node: fx.Node) -> Op | None:
+    """Any reordering: what goes where is found by strides of the result."""
+    x, rank = t.of(node.args[0]), len(t.shape(node))
+    if len(x) != rank:
+        return None
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    arguments = [*node.args[1:], *node.kwargs.values()]
+    if name in ("transpose", "swapaxes", "swapdims"):
+        a, b = (int(i) % rank for i in arguments)  # type: ignore[arg-type]
+        order = list(range(rank))
+        order[a], order[b] = b, a
+    elif name in ("t", "mT"):
+        order = [*range(rank - 2), rank - 1, rank - 2]
+    else:
+        given = arguments[0] if len(arguments) == 1 and isinstance(arguments[0], (tuple, list)) else arguments
+        order = [int(i) % rank for i in given]  # type: ignore[arg-type]
+    return Op([x[i] for i in order])
+
+
+def unsqueeze(t: Trace, node: fx.Node) -> Op | None:
+    x = list(t.of(node.args[0]))
+    at = int((*node.args, *node.kwargs.values())[1]) % (len(x) + 1)  # type: ignore[arg-type]
+    return Op([*x[:at], [Atom(1)], *x[at:]])
+
+
+def reduction(t: Trace, node: fx.Node) -> Op | None:
+    """sum and mean over dims that are whole."""
+    x, rank = t.of(node.args[0]), len(t.of(node.args[0]))
+    given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    if given is None:
+        return None
+    which = {int(i) % rank for i in (given if isinstance(given, (tuple, list)) else [given])}  # type: ignore[arg-type]
+    keeps = len(t.shape(node)) == rank
+    out = [[Atom(1)] if i in which else x[i] for i in range(rank) if keeps or i not in which]
+    return Op(out, whole=[x[i] for i in which])
+
+
+def along_one(t: Trace, node: fx.Node) -> Op | None:
+    """softmax and the like: one dim whole, the others any."""
+    x = t.of(node.args[0])
+    given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    if node.op == "call_module":
+        given = t.module(node).dim  # type: ignore[assignment]
+    if not isinstance(given, int) or len(x) != len(t.shape(node)):
+        return None
+    return Op(list(x), whole=[x[given]])
+
+
+def spatial(t: Trace, node: fx.Node) -> Op | None:
+    """Pooling, padding of images, upsampling: batch and channels pass, the rest is whole."""
+    x, value = t.of(node.args[0]), t.values[node.name]
+    if not isinstance(value, torch.Tensor) or len(x) != value.dim() or len(x) < 3:
+        return None
+    if tuple(value.shape[:2]) != t.shape(node.args[0])[:2]:  # type: ignore[arg-type]
+        return None
+    return Op([x[0], x[1], *t.fresh(value)[2:]], whole=x[2:])
+
+
+def pieces(t: Trace, node: fx.Node) -> Op | None:
+    """chunk and split into equal pieces: the outer factor of the dim is taken apart."""
+    values, x = t.values[node.name], t.of(node.args[0])
+    given = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+    at = int(given) % len(x)  # type: ignore[arg-type]
+    sizes = {tuple(value.shape) for value in values}
+    if len(sizes) != 1:
+        return None
+    inner = values[0].shape[at]
+    outer = [Atom(len(values)), Atom(inner)]
+    if not join(x[at], outer):
+        return None
+    part = [*x[:at], [outer[1]], *x[at + 1 :]]
+    return Op(tuple(part for _ in values), whole=[[outer[0]]], kind="pieces")
+
+
+def item(t: Trace, node: fx.Node) -> Op | None:
+    source, index = node.args[:2]
+    dims = t.dims.get(source) if isinstance(source, fx.Node) else None
+    if isinstance(dims, tuple) and isinstance(index, int):
+        return Op(dims[index])
+    if not isinstance(dims, list):
+        return None
+    # Of a tensor: what is sliced, or picked out, must be whole; what is not, passes.
+    given: Sequence[Any] = index if isinstance(index, tuple) else (index,)
+    out, whole, at = [], [], 0
+    sizes = list(t.shape(node))
+    for entry in given:
+        if entry is None:
+            out.append([Atom(1)])
+        elif entry == slice(None):
+            out.append(dims[at])
+            at += 1
+        elif isinstance(entry, (int, slice)):
+            whole.append(dims[at])
+            if isinstance(entry, slice):
+                out.append([Atom(sizes[len(out)])])
+            at += 1
+        else:
+            return None
+    return Op([*out, *dims[at:]], whole=whole)
+
+
+def concatenation(t: Trace, node: fx.Node) -> Op | None:
+    operands = [t.of(operand) for operand in node.args[0]]  # type: ignore[union-attr]
+    given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    out: Dims = t.fresh(t.values[node.name])
+    at = int(given) % len(out)  # type: ignore[arg-type]
+    for operand in operands:
+        for number, (dim, own) in enumerate(zip(out, operand, strict=True)):
+            if number != at and not join(dim, own):
+                return None
+    return Op(out, whole=[operand[at] for operand in operands])
+
+
+# ── which rule ───────────────────────────────────────────────────────────────────────────────────────────────
+
+_POINTWISE_MODULES: tuple[type[nn.Module], ...] = (
+    nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Mish, nn.Hardtanh, nn.ReLU6, nn.SELU,
+    nn.CELU, nn.Softplus, nn.Hardswish, nn.Hardsigmoid, nn.Softsign, nn.LogSigmoid, nn.Identity,
+)  # fmt: skip
+_POOLS: tuple[type[nn.Module], ...] = (
+    nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d,
+    nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.Upsample, nn.ZeroPad2d,
+)  # fmt: skip
+MODULES: tuple[tuple[tuple[type[nn.Module], ...], Rule], ...] = (
+    ((nn.Linear,), linear),
+    ((nn.Conv1d, nn.Conv2d, nn.Conv3d), convolution),
+    ((nn.Embedding,), embedding),
+    ((nn.MultiheadAttention,), heads),
+    ((nn.LayerNorm, nn.RMSNorm), normalized),
+    ((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), per_channel),
+    ((nn.Dropout,), dropout),
+    ((nn.Softmax, nn.LogSoftmax), along_one),
+    ((nn.Flatten, nn.Unflatten), reshape),
+    (_POINTWISE_MODULES, pointwise),
+    (_POOLS, spatial),
+)
+
+FUNCTIONS: dict[Any, Rule] = {
+    **dict.fromkeys(
+        (
+            operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pow, operator.iadd,
+            operator.isub, operator.imul, torch.add, torch.sub, torch.mul, torch.div, torch.relu, torch.tanh,
+            torch.sigmoid, torch.exp, torch.sqrt, torch.rsqrt, torch.abs, torch.clamp, torch.where, torch.square,
+            torch.maximum, torch.minimum, F.relu, F.gelu, F.silu, F.tanh, F.sigmoid, F.elu, F.leaky_relu, F.softplus,
+            F.mish, F.hardswish, F.relu6,
+        ),
+        pointwise,
+    ),
+    F.dropout: dropout,
+    **dict.fromkeys((torch.matmul, torch.bmm, operator.matmul), matmul),
+    F.scaled_dot_product_attention: attention,
+    **dict.fromkeys((torch.reshape, torch.flatten), reshape),
+    **dict.fromkeys((torch.transpose, torch.permute, torch.t), permute),
+    torch.unsqueeze: unsqueeze,
+    **dict.fromkeys((torch.sum, torch.mean), reduction),
+    **dict.fromkeys((torch.softmax, F.softmax, F.log_softmax, torch.log_softmax), along_one),
+    **dict.fromkeys(
+        (F.max_pool2d, F.avg_pool2d, F.max_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool1d, F.interpolate), spatial
+    ),
+    **dict.fromkeys((torch.chunk, torch.split), pieces),
+    operator.getitem: item,
+    **dict.fromkeys((torch.cat, torch.concat), concatenation),
+}  # fmt: skip
+
+METHODS: dict[str, Rule] = {
+    **dict.fromkeys(
+        (
+            "add", "sub", "mul", "div", "relu", "tanh", "sigmoid", "exp", "sqrt", "rsqrt", "clamp", "contiguous",
+            "clone", "float", "to", "type_as", "neg", "pow", "abs", "add_", "mul_", "relu_", "masked_fill", "square",
+        ),
+        pointwise,
+    ),
+    **dict.fromkeys(("view", "reshape", "flatten", "unflatten"), reshape),
+    **dict.fromkeys(("transpose", "permute", "swapaxes", "swapdims", "t"), permute),
+    "unsqueeze": unsqueeze,
+    **dict.fromkeys(("sum", "mean"), reduction),
+    **dict.fromkeys(("softmax", "log_softmax"), along_one),
+    **dict.fromkeys(("matmul", "bmm"), matmul),
+    **dict.fromkeys(("chunk", "split"), pieces),
+}  # fmt: skip
+
+
+def leaf_set(dims: Sequence[Dim]) -> set[Atom]:
+    return {leaf for dim in dims for leaf in leaves(dim)}

@@ -1,0 +1,39 @@
+"""What `paceline dims` shows: every parameter with the names of its dims, and what each name may be laid along."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from paceline.split.cut import Example
+from paceline.split.layout.atoms import leaves
+from paceline.split.layout.dimensions import Dimensions
+from paceline.split.layout.graph import Call
+
+
+def tell_dims(model: nn.Module, example: Example, patterns: Mapping[str, str], path: Path) -> None:
+    """Write down the dims of the model, called so."""
+    path.write_text(json.dumps(dims_of(model, example, patterns)))
+
+
+def dims_of(model: nn.Module, example: Example, patterns: Mapping[str, str]) -> dict[str, Any]:
+    dimensions = Dimensions(model)
+    dimensions.trace(Call(example, training=True))
+    names = dimensions.names(patterns)
+    rows = [
+        {"parameter": name, "shape": list(parameter.shape), "dims": names.describe(name)}
+        for name, parameter in model.named_parameters()
+    ]
+    totals: dict[str, dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        atoms = {leaf for dim in dimensions.parameters[name] for leaf in leaves(dim)}
+        for dim in {names.of(atom) for atom in atoms}:
+            entry = totals.setdefault(dim, {"sizes": [], "parameters": 0})
+            entry["sizes"] = sorted({*entry["sizes"], *(atom.size for atom in atoms if names.of(atom) == dim)})
+            entry["parameters"] += parameter.numel()
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    return {"parameters": rows, "dims": {dim: totals[dim] for dim in names.known if dim in totals}, "elements": whole}

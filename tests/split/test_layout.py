@@ -1,0 +1,327 @@
+"""Layouts: dims get their names, and a model cut along any of them computes what it does whole."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import MAIN, Start
+from devices import on_devices
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from paceline.errors import PacelineError
+from paceline.split.layout import LayoutCut
+from paceline.split.layout.atoms import Atom, join, leaves, regroup, size
+from paceline.split.layout.show import dims_of
+from paceline.split.peers import Peers
+from paceline.split.values import Layout
+
+# ── atoms ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+SIZES = st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=4)
+
+
+@given(SIZES, st.randoms(use_true_random=False))
+def test_a_reshape_keeps_the_product_and_the_order_of_atoms(sizes: list[int], random: object) -> None:
+    dims = [[Atom(extent)] for extent in sizes]
+    merged = regroup(dims, [math.prod(sizes)])
+    assert merged is not None
+    assert [leaf.size for leaf in leaves(merged[0])] == ([s for s in sizes if s != 1] or [1])
+    again = regroup(merged, sizes)
+    assert again is not None
+    for before, after in zip(dims, again, strict=True):
+        assert size(after) == size(before)
+        assert before[0].size == 1 or leaves(after) == leaves(before)
+
+
+@given(SIZES, SIZES)
+def test_joined_dims_are_the_same_atoms(one: list[int], other: list[int]) -> None:
+    a, b = [Atom(extent) for extent in one], [Atom(extent) for extent in other]
+    assert join(a, b) <= (math.prod(one) == math.prod(other))
+    if join(a, b):
+        assert leaves(a) == leaves(b)
+        assert size(leaves(a)) == math.prod(one)
+
+
+# ── names ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Attention(nn.Module):
+    def __init__(self, embed: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(embed, 3 * embed)
+        self.out = nn.Linear(embed, embed)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, embed = x.shape
+        parts = self.qkv(x).chunk(3, dim=-1)
+        q, k, v = (part.view(batch, length, self.heads, embed // self.heads).transpose(1, 2) for part in parts)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).contiguous().view(batch, length, embed))
+
+
+class Block(nn.Module):
+    def __init__(self, embed: int, heads: int, hidden: int) -> None:
+        super().__init__()
+        self.attention = Attention(embed, heads)
+        self.norm1, self.norm2 = nn.LayerNorm(embed), nn.LayerNorm(embed)
+        self.fc1, self.fc2 = nn.Linear(embed, hidden), nn.Linear(hidden, embed)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
+
+
+class Language(nn.Module):
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(20, 12)
+        self.blocks = nn.ModuleList([Block(12, 3, 17) for _ in range(2)])
+        self.head = nn.Linear(12, 20, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6)
+        self.second = nn.Conv2d(6, 8, 3, stride=2, padding=1, padding_mode="reflect")
+        self.depthwise = nn.Conv2d(8, 8, 3, groups=8)
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.max_pool2d(F.relu(self.norm(self.first(x))), 2)
+        return self.out(self.depthwise(self.second(x)).mean((2, 3)))
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(12, 3, 17, dropout=0.0, batch_first=True)
+    return nn.Sequential(nn.Embedding(20, 12), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(12, 20))
+
+
+def mlp(widths: list[int], *, norms: bool = False) -> nn.Module:
+    layers: list[nn.Module] = []
+    for one, other in itertools.pairwise(widths):
+        layers += [nn.Linear(one, other), *([nn.LayerNorm(other)] if norms else []), nn.GELU()]
+    return nn.Sequential(*layers[:-1])
+
+
+TOKENS = torch.randint(0, 20, (4, 5), generator=torch.Generator().manual_seed(0))
+PICTURES = torch.randn(3, 3, 13, 13, generator=torch.Generator().manual_seed(0))
+
+
+def test_dims_have_names() -> None:
+    found = {row["parameter"]: row["dims"] for row in dims_of(Language(), ((TOKENS,), {}), {})["parameters"]}
+    assert found["tokens.weight"] == "vocab embed"
+    assert found["blocks.1.attention.qkv.weight"] == "parts·heads·width embed"
+    assert found["blocks.0.attention.out.weight"] == "embed heads·width"
+    assert found["blocks.0.fc1.weight"] == found["blocks.1.fc1.weight"] == "hidden embed"
+    assert found["blocks.0.norm1.weight"] == "embed"
+    assert found["head.weight"] == "out embed"
+
+
+def test_names_can_be_given_by_pattern() -> None:
+    patterns = {"blocks.*.fc1.weight": "inner model", "head.weight": "words model"}
+    found = {row["parameter"]: row["dims"] for row in dims_of(Language(), ((TOKENS,), {}), patterns)["parameters"]}
+    assert found["blocks.1.fc2.weight"] == "model inner"
+    assert found["head.weight"] == "words model"
+    assert found["tokens.weight"] == "vocab model"
+
+
+@pytest.mark.parametrize(
+    ("patterns", "sentence"),
+    [
+        ({"block.*.fc1.weight": "a b"}, "no parameter is called so"),
+        ({"head.weight": "a"}, "head.weight has 2 dims, name each"),
+        ({"blocks.0.attention.qkv.weight": "a b"}, "that dim of blocks.0.attention.qkv.weight is 3·3·4"),
+        ({"blocks.0.fc1.weight": "a b", "blocks.0.fc2.weight": "c a"}, "is called b already"),
+    ],
+)
+def test_patterns_that_do_not_fit_are_told(patterns: dict[str, str], sentence: str) -> None:
+    with pytest.raises(PacelineError, match=sentence):
+        dims_of(Language(), ((TOKENS,), {}), patterns)
+
+
+# ── cutting ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def compare(build: object, x: torch.Tensor, mesh: dict[str, int], layout: dict[str, str]) -> None:
+    """Output, gradients and (by them) everything else are those of the whole model, on every device."""
+
+    def made() -> nn.Module:
+        torch.manual_seed(1)
+        return build()  # type: ignore[operator, no-any-return]
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        return (output * torch.linspace(-1, 1, output.numel()).view_as(output)).sum()
+
+    whole = made()
+    torch.manual_seed(2)
+    wanted = whole(x)
+    loss(wanted).backward()
+    split = Layout(mesh=mesh, layout=layout)
+    one_by_one, ready = threading.Lock(), threading.Barrier(split.devices)
+
+    def device(peers: Peers) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
+        cut = LayoutCut(split, peers, {})
+        with one_by_one:  # the random generator is one, and torch.fx changes nn.Module while it traces
+            model = made()
+            cut.prepare(model, ((x,), {}))
+        ready.wait(60)
+        gradients = {}
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            part = cut.part_of(name)
+            tensor.data = part.of(tensor.data).clone()
+        torch.manual_seed(2)
+        output = model(x)
+        loss(output).backward()
+        for name, parameter in model.named_parameters():
+            part = cut.part_of(name)
+            gradients[name] = torch.zeros_like(dict(whole.named_parameters())[name])
+            if part.adds and parameter.grad is not None:
+                part.of(gradients[name]).copy_(parameter.grad)
+        model.eval()
+        with torch.no_grad():
+            answer = model(x)
+        return output.detach(), gradients, answer
+
+    results = on_devices(split.devices, device)
+    whole.eval()
+    for output, _, answer in results:
+        torch.testing.assert_close(output, wanted.detach(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(answer, whole(x).detach(), rtol=1e-4, atol=1e-5)
+    for name, parameter in whole.named_parameters():
+        total = torch.stack([gradients[name] for _, gradients, _ in results]).sum(0)
+        assert parameter.grad is not None
+        torch.testing.assert_close(total, parameter.grad, rtol=1e-3, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize(
+    ("build", "x", "mesh", "layout"),
+    [
+        (Language, TOKENS, {"model": 2}, {"hidden": "model", "heads": "model"}),
+        (Language, TOKENS, {"model": 3}, {"hidden": "model", "vocab": "model"}),
+        (lambda: Language(tied=True), TOKENS, {"model": 2}, {"vocab": "model", "heads": "model"}),
+        (Language, TOKENS, {"a": 2, "b": 2}, {"embed": "a", "hidden": "b", "out": "b"}),
+        (encoder, TOKENS, {"model": 3}, {"hidden": "model", "heads": "model", "out": "model"}),
+        (Images, PICTURES, {"model": 2}, {"channels": "model"}),
+        (Images, PICTURES, {"a": 2, "b": 2}, {"channels": "a", "channels2": "b"}),
+    ],
+    ids=["heads", "uneven", "tied vocab", "two axes", "torch's encoder", "channels", "channels on two axes"],
+)
+def test_a_cut_model_computes_the_same(
+    build: object, x: torch.Tensor, mesh: dict[str, int], layout: dict[str, str]
+) -> None:
+    compare(build, x, mesh, layout)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    widths=st.lists(st.integers(2, 9), min_size=2, max_size=5),
+    norms=st.booleans(),
+    devices=st.integers(2, 3),
+    data=st.data(),
+)
+def test_any_mlp_along_any_dim(widths: list[int], norms: bool, devices: int, data: st.DataObject) -> None:
+    x = torch.randn(3, widths[0], generator=torch.Generator().manual_seed(0))
+    names = dims_of(mlp(widths, norms=norms), ((x,), {}), {})["dims"]
+    wide = [name for name, entry in names.items() if min(entry["sizes"]) >= devices]
+    if not wide:
+        return
+    compare(lambda: mlp(widths, norms=norms), x, {"model": devices}, {data.draw(st.sampled_from(wide)): "model"})
+
+
+# ── from outside ─────────────────────────────────────────────────────────────────────────────────────────────
+
+SCRIPT = """
+import torch, torch.nn as nn, torch.nn.functional as F
+import paceline as pl
+
+torch.manual_seed(0)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(6, 11), nn.Linear(11, 3)
+    def forward(self, x):
+        return self.fc2(F.dropout(F.relu(self.fc1(x)), DROPOUT, self.training))
+x, y = torch.randn(24, 6), torch.randint(0, 3, (24,))
+model = Net()
+trainer = pl.Trainer(model, torch.optim.AdamW(model.parameters(), lr=0.01),
+                     lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), clip_norm=0.5)
+for batch in trainer.batches((x, y), batch_size=8, epochs=2):
+    trainer.step(batch)
+print(trainer.evaluate((x, y), lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])))
+trainer.save("model.safetensors")
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "dropout"),
+    [
+        ("--mesh data=2,model=2 --layout batch=data,hidden=model", "0.0"),
+        ("--mesh model=2 --layout hidden=model", "0.3"),
+    ],
+    ids=["two by two", "dropout"],
+)
+def test_a_run_and_its_checkpoint_are_those_of_one_process(start: Start, flags: str, dropout: str) -> None:
+    from safetensors.torch import load_file
+
+    alone = start(SCRIPT.replace("DROPOUT", dropout), None).fine()
+    cut = start(SCRIPT.replace("DROPOUT", dropout), flags).fine()
+    one, other = (load_file(run.folder / "model.safetensors") for run in (alone, cut))
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(other[name], tensor, rtol=1e-4, atol=1e-6)
+    (loss,) = (float(line) for line in alone.out.splitlines())
+    assert float(cut.log(0).splitlines()[-1]) == pytest.approx(loss, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--mesh model=2 --layout hiden=model", "there are hidden"),
+        ("--mesh model=2 --layout hidden=modle", "the mesh has no axis 'modle', it has model"),
+        ("--mesh model=2", "--layout"),
+        ("--mesh model=0 --layout hidden=model", "give axes with sizes"),
+        ("--mesh model=99 --layout hidden=model", "needs 99 devices"),
+        ("--mesh a=2,b=2 --layout hidden=a,hidden=b", "dim hidden lies along a already"),
+        ("--mesh data=2 --layout batch=data,hidden=data", "that axis divides the batch"),
+        ("--mesh model=4 --layout out=model", "that dim has 3 elements"),
+        ("--mesh model=2 --layout hidden=model,in=model", "two dims along model"),
+        ("--mesh model=2 --layout hidden=model --stages 2", "the model is cut by --mesh already"),
+        ("--mesh model=2 --layout hidden=model --on-failure continue", "a cut model needs all its devices"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(start: Start, flags: str, sentence: str) -> None:
+    run = start(SCRIPT.replace("DROPOUT", "0.0"), flags).end()
+    assert run.code != 0
+    assert sentence in run.err
+    assert "Traceback" not in run.err
+
+
+def test_dims_are_shown(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT.replace("DROPOUT", "0.0"))
+    command = [sys.executable, "-c", MAIN, "dims", "train.py"]
+    shown = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=90, check=True).stdout
+    assert "fc1.weight  11×6   hidden in" in shown
+    as_json = subprocess.run([*command, "--json"], cwd=tmp_path, text=True, capture_output=True, timeout=90, check=True)
+    assert json.loads(as_json.stdout)["dims"]["hidden"]["sizes"] == [11]
+    assert not (tmp_path / "model.safetensors").exists()
