@@ -57,6 +57,21 @@ STRATEGIES = {
     "2 replicas, 3 servers over TCP": Strategy("--replicas 2 --servers 3 --exchange tcp", 2, models=OTHERS),
     "3 replicas, 2 servers, 3 passes a batch": Strategy("--replicas 3 --servers 2", 3, 3, OTHERS),
     "3 replicas in one process, 2 servers": Strategy("--replicas 3 --servers 2 --in-graph", 1, models=OTHERS),
+    # A model cut over devices, each a process.
+    "2 devices, hidden in parts": Strategy(
+        "--mesh model=2 --layout hidden=model", 2, models=("mlp", "tied_transformer")
+    ),
+    "2 replicas of 2 devices, all in parts": Strategy(
+        "--mesh data=2,model=2 --layout batch=data,heads=model,hidden=model,vocab=model",
+        4,
+        models=("tied_transformer",),
+    ),
+    "3 stages": Strategy("--stages 3 --micro-batches 4", 3, models=("mlp", "tied_transformer", "whole_tensors")),
+    "2 replicas of 2 stages": Strategy("--stages 2 --micro-batches 3 --replicas 2", 4, models=("mlp", "lstm")),
+    "3 tiles": Strategy("--tiles 3", 3, models=("conv_batchnorm",)),
+    "2 replicas of 2 tiles": Strategy("--tiles 2 --replicas 2", 4, models=("conv_batchnorm",)),
+    "a wavefront over 2": Strategy("--wavefront 2 --time-block 4", 2, models=("lstm",)),
+    "2 replicas of a wavefront over 2": Strategy("--wavefront 2 --time-block 2 --replicas 2", 4, models=("lstm",)),
 }
 THREE = STRATEGIES["3 replicas, uneven parts"]
 
@@ -144,14 +159,26 @@ def test_a_checkpoint_loads_strictly_in_plain_torch(model: str, trained: Callabl
         assert torch.equal(value, recorded[f"model/{name}"]), name
 
 
-@pytest.mark.parametrize("flags", [None, "--replicas 2", "--replicas 4", "--replicas 2 --servers 2"])
-def test_what_three_replicas_have_saved_goes_on_with_any_number(
-    flags: str | None, start: Start, trained: Callable[[Strategy], Run]
+@pytest.mark.parametrize(
+    ("flags", "models"),
+    [
+        (None, tuple(MODELS)),
+        ("--replicas 2", tuple(MODELS)),
+        ("--replicas 4", tuple(MODELS)),
+        ("--replicas 2 --servers 2", OTHERS),
+        ("--mesh model=2 --layout hidden=model", ("mlp", "tied_transformer")),
+        ("--stages 2", ("mlp", "tied_transformer")),
+        ("--tiles 2", ("conv_batchnorm",)),
+        ("--wavefront 2", ("lstm",)),
+    ],
+)
+def test_what_three_replicas_have_saved_goes_on_with_any_strategy(
+    flags: str | None, models: tuple[str, ...], start: Start, trained: Callable[[Strategy], Run]
 ) -> None:
     """With the losses, and the end, of the run that was not interrupted."""
     uninterrupted = trained(THREE)
-    resumed = start(SCRIPT, flags, f"--resume {uninterrupted.folder}").fine()
-    for model in OTHERS if flags is not None and "--servers" in flags else MODELS:
+    resumed = start(SCRIPT, flags, f"--resume {uninterrupted.folder} --models {','.join(models)}").fine()
+    for model in models:
         expected, told = uninterrupted.told(model), resumed.told(model)
         later = {step: loss for step, loss in expected["losses"].items() if int(step) >= SAVE_AFTER}
         assert told["losses"] == pytest.approx(later, rel=tolerance_for(model)), model

@@ -32,6 +32,9 @@ class Dimensions:
     def trace(self, call: Call) -> Trace:
         """The model called so, with all dims that are the same joined."""
         graph = trace(self._model, call)
+        for node in graph.nodes:  # tensors that the forward has made have become attributes of the model
+            if node.op == "get_attr" and "." not in node.target and not hasattr(self.meta, node.target):
+                setattr(self.meta, node.target, torch.empty_like(getattr(self._model, node.target), device="meta"))
         shapes = Shapes(self.meta.train(call.training), graph)
         with torch.no_grad():
             shapes.run(*[torch.empty_like(tensor, device="meta") for tensor in call.tensors])
