@@ -35,6 +35,10 @@ SUITE = (
     "sparse",
     "replicas",
     "durability",
+    "layout",
+    "wavefront",
+    "predict",
+    "tiles",
 )
 DOCS = Path(__file__).parent.parent / "docs"
 LEAST_ROUNDS = 3

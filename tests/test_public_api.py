@@ -7,8 +7,8 @@ import paceline
 
 
 def test_exported_names() -> None:
-    values = ["Async", "Centralized", "Mirrored", "Sync"]
-    doors = ["PacelineError", "Trainer", "__version__", "distribute", "place"]
+    values = ["Async", "Centralized", "Layout", "Mirrored", "Stages", "Sync", "Tiles", "Wavefront"]
+    doors = ["PacelineError", "Trainer", "__version__", "distribute", "load", "place"]
     assert sorted(paceline.__all__) == sorted(values + doors)
     for name in paceline.__all__:
         assert getattr(paceline, name) is not None

@@ -3,6 +3,7 @@
 mlp       784 – width × depth – 10: many parameters, so the exchange and the optimizer weigh
 conv      four convolutions with BatchNorm on 32×32 images: few parameters, many small tensors, short steps
 compute   `depth` convolutions on 64×64 images: next to no parameters, so the step is all computing
+lstm      `depth` stacked layers over 64 time steps, and a class for every sequence
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import nn
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 CLASSES = 10
-IMAGES = {"mlp": (784,), "conv": (3, 32, 32), "compute": (3, 64, 64)}
+IMAGES = {"mlp": (784,), "conv": (3, 32, 32), "compute": (3, 64, 64), "lstm": (64, 512)}
 
 
 def parse(description: str | None) -> argparse.ArgumentParser:
@@ -35,7 +36,9 @@ def parse(description: str | None) -> argparse.ArgumentParser:
 
 def make_model(options: argparse.Namespace) -> nn.Module:
     torch.manual_seed(0)
-    return {"mlp": _mlp, "conv": _conv, "compute": _compute}[options.model](options.width, options.depth)
+    return {"mlp": _mlp, "conv": _conv, "compute": _compute, "lstm": Recurrent}[options.model](
+        options.width, options.depth
+    )
 
 
 def _mlp(width: int, depth: int) -> nn.Module:
@@ -64,6 +67,19 @@ def _compute(width: int, depth: int) -> nn.Module:
         layer for i in range(depth) for layer in (nn.Conv2d(channels[i], channels[i + 1], 3, padding=1), nn.ReLU())
     ]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(width * 16, CLASSES))
+
+
+class Recurrent(nn.Module):
+    """Some layers of the stack, on the output of those below it; with `classes` the last ones."""
+
+    def __init__(self, width: int, depth: int, inputs: int = IMAGES["lstm"][1], *, classes: int = CLASSES) -> None:
+        super().__init__()
+        self.stack = nn.LSTM(inputs, width, depth, batch_first=True)
+        self.project = nn.Linear(width, classes) if classes else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.stack(x)[0]
+        return output if self.project is None else self.project(output.mean(1))
 
 
 def make_optimizer(

@@ -13,6 +13,6 @@ checksum, so a file that is cut short, altered or of another save is refused wit
 Nothing here knows what the tensors mean: the trainer says what goes in and makes sense of what comes out.
 """
 
-from paceline.checkpoint.saves import Checkpoint, read, write
+from paceline.checkpoint.saves import Checkpoint, read, read_model, write
 
-__all__ = ["Checkpoint", "read", "write"]
+__all__ = ["Checkpoint", "read", "read_model", "write"]

@@ -112,6 +112,24 @@ def read(path: str | os.PathLike[str], *, fall_back: bool = False) -> Checkpoint
     raise CheckpointError("; and ".join(reasons))
 
 
+def read_model(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """The model's own tensors alone: of a save, verified, its training file need not be there; or of any safetensors
+    file."""
+    path = Path(os.path.realpath(path))
+    while True:
+        before = _identity(path)
+        try:
+            metadata = read_metadata(path)
+            checksums = _contents(path, metadata).model if _VERSION_KEY in metadata else None
+            return read_tensors(path, checksums)
+        except (OSError, CheckpointError) as error:
+            if _identity(path) != before:  # a save has replaced it meanwhile
+                continue
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"{path} could not be read ({error.strerror or error})") from error
+
+
 def _commit(path: Path, model: Tensors, training: Tensors, notes: dict[str, Any], keep: int) -> None:
     save = secrets.token_hex(4)
     step = notes.get("step")

@@ -1,0 +1,117 @@
+"""Processes of one host that found each other through a store of torch.distributed, and wait for one another.
+
+Nobody supervises them, so each looks for itself whether the one it waits for still runs: the kernel tells by a process
+descriptor (pidfd), which never means another process that got the same number later. What a rank is doing stands on
+the board, for the sentence that explains a wait that was too long.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed.distributed_c10d import Store
+
+from paceline.errors import LaunchError, ReplicaDied, Stalled
+from paceline.exchange.board import Board, HostWord, Phase, Word
+from paceline.exchange.life import Life
+from paceline.memory.arena import Arena
+
+LOOKS_BETWEEN_CHECKS = 32  # whether the others live is asked this rarely: it costs a system call for each
+
+
+class Company:
+    """This rank, and what it knows of the others."""
+
+    def __init__(self, store: Store, rank: int, count: int, timeout_s: float, sizes: Iterable[int]) -> None:
+        """All ranks call this. Rank 0 makes the board, and segments of these sizes; the others open them."""
+        self.rank = rank
+        self.count = count
+        self.timeout_s = timeout_s
+        self.meanwhile: Callable[[], object] = lambda: None  # is called now and then in a wait
+        store.set_timeout(timedelta(seconds=timeout_s))
+        own = [] if rank else [Board.create(count, supervised=False).descriptor, *map(_segment, sizes)]
+        store.set(f"rank-{rank}", "/".join(map(str, (_host(), os.getpid(), *own))))
+        told = [store.get(f"rank-{other}").decode().split("/") for other in range(count)]
+        for other, (host, *_) in enumerate(told):
+            if host != told[rank][0]:
+                raise LaunchError(
+                    f"ranks {rank} and {other} of the process group run on different hosts (or in different "
+                    "containers): the backend paceline is for the processes of one host"
+                )
+        holder, *held = map(int, told[0][1:])
+        if rank:
+            own = [_opened(holder, descriptor) for descriptor in held]
+        self._alive = [Life(int(pid)) for _, pid, *_ in told]
+        self.board = Board(own[0])
+        self.arenas = [Arena.of(descriptor) for descriptor in own[1:]]
+        self.board.host_set(HostWord.CORES, len(os.sched_getaffinity(0)))
+        # Rank 0 goes on, and may close what it has opened, when everybody has it too; so does who serves the store.
+        store.set(f"opened-{rank}", "")
+        store.wait([f"opened-{other}" for other in range(count)])
+
+    def wait(self, ready: Callable[[], bool], awaited: Callable[[], Iterable[int]], doing: str) -> None:
+        """Until `ready()`; `awaited()` are those it is waiting for, `doing` what for."""
+        looks = 0
+
+        def look() -> bool:
+            nonlocal looks
+            looks += 1
+            if looks % LOOKS_BETWEEN_CHECKS:
+                return ready()
+            self.meanwhile()
+            dead = [other for other in range(self.count) if other != self.rank and not self._alive[other]]
+            if ready():  # it may have ended after it had done its part
+                return True
+            for other in awaited():
+                if other in dead:
+                    raise ReplicaDied(f"rank {self.rank} waits for rank {other} in {doing}, whose process has ended")
+            return False
+
+        try:
+            self.board.wait(self.rank, Phase.AWAITING_DEVICES, look, self.timeout_s)
+        except Stalled:
+            late = ", ".join(str(other) for other in awaited())
+            raise Stalled(
+                f"rank {self.rank} has waited {self.timeout_s:g} s in {doing} for rank {late}: "
+                "every rank of a group must make the same calls in the same order, and in time"
+            ) from None
+
+    def number_of(self, rank: int) -> int:
+        """What `rank` has announced by `announce` last."""
+        return self.board.get(rank, Word.POSTED)
+
+    def announce(self, number: int) -> None:
+        self.board.set(self.rank, Word.POSTED, number)
+
+    def close(self) -> None:
+        for arena in self.arenas:
+            arena.close()
+        if self.board.descriptor >= 0:
+            os.close(self.board.descriptor)
+            self.board.descriptor = -1
+
+
+def _host() -> str:
+    """The same for processes that can open each other's memory."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def _segment(size: int) -> int:
+    # Not reserved: memory is taken as it is used.
+    descriptor = os.memfd_create("paceline-group", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
+def _opened(process: int, descriptor: int) -> int:
+    try:
+        return os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise LaunchError(
+            f"the shared memory of process {process} cannot be opened ({error.strerror}): "
+            "ranks of one process group must run as one user"
+        ) from error

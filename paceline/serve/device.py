@@ -1,0 +1,215 @@
+"""One device of a predictor: its part of the model, and how it talks with the others.
+
+    caller (device 0)   ring, request ──▶ its part of the forward ─────▶ answer
+    device 1, …         … sleeps ─▶ wakes ─▶ its part of the forward ─▶ sleeps
+
+Devices that fail in the middle of a request would leave the others waiting for them. So whoever fails says so on the
+*slate*; everybody waiting looks there, gives up too, and all throw away what still lies in the mailboxes before they
+go on with the next request.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import select
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.errors import PacelineError, ReplicaDied, Stalled
+from paceline.exchange.board import Board, Phase
+from paceline.exchange.life import Life
+from paceline.memory.arena import Arena
+from paceline.owners.models import own_state
+from paceline.serve.requests import Call, decode, encode
+from paceline.split.opening import open_cut
+from paceline.split.peers import Peers
+from paceline.split.values import Split
+
+SLATE_BYTES = 1 << 16
+LOOKS_BETWEEN_CHECKS = 32
+_COUNT_BYTES = 4
+AWAKE_S = 0.005  # after a request the next is looked for this long before a device sleeps
+
+
+class Word(enum.IntEnum):
+    """Of the slate: what all devices see. Each has one writer at a time."""
+
+    REQUEST = 0  # the last one that was made; by the caller
+    FAILED = 1  # the last request that failed somewhere
+    FAILED_AT = 2  # the device that said so first
+    PREPARED = 256  # by device: 1 once its model is cut, -1 if that failed
+    STOPPED = 512  # by device: the last failure that it has seen, and stopped working
+    CLEARED = 1024  # by device: the last failure after which it has thrown everything away
+
+
+class GivenUp(Exception):
+    """Another device failed in this request."""
+
+
+class Slate:
+    """A page of shared words, and the reason of the last failure in words."""
+
+    def __init__(self) -> None:
+        arena = Arena.create(SLATE_BYTES, "a predictor")
+        self._words = arena.view(0, torch.int64, [2048]).numpy().data
+        self._text = arena.view(2048 * 8, torch.uint8, [SLATE_BYTES - 2048 * 8]).numpy().data
+        arena.close()
+
+    def __getitem__(self, word: int) -> int:
+        number: int = self._words[word]
+        return number
+
+    def __setitem__(self, word: int, value: int) -> None:
+        self._words[word] = value
+
+    def fail(self, request: int, device: int, reason: str) -> None:
+        if self[Word.FAILED] < request:  # the first reason is the one that counts
+            text = reason.encode(errors="replace")[: len(self._text) - 8]
+            self._text[: len(text)] = text
+            self._text[len(text)] = 0
+            self[Word.FAILED_AT] = device
+            self[Word.FAILED] = request
+
+    @property
+    def reason(self) -> str:
+        return bytes(self._text).partition(b"\0")[0].decode(errors="replace")
+
+
+class ServingPeers(Peers):
+    """Mailboxes whose waits end when somebody fails, and when the other one's process has."""
+
+    def __init__(self, arena: Arena, board: Board, slate: Slate, rank: int, count: int, timeout_s: float) -> None:
+        super().__init__(arena, board, rank, rank, count, timeout_s)
+        self._slate = slate
+        self.lives: dict[int, Life] = {}  # of the other devices, as far as this one can tell
+        self.request = 0
+
+    def _wait(self, other: int, ready: Any) -> None:
+        self.wait_for([other], ready)
+
+    def wait_for(self, others: list[int], ready: Callable[[], bool], *, give_up: bool = True) -> None:
+        looks = 0
+
+        def look() -> bool:
+            nonlocal looks
+            looks += 1
+            if give_up and self.somebody_failed:
+                raise GivenUp
+            dead = []
+            if looks % LOOKS_BETWEEN_CHECKS == 0:
+                dead = [device for device, life in self.lives.items() if not life]
+            if ready():
+                return True
+            if dead:
+                raise ReplicaDied(f"the process of device {dead[0]} has ended: a cut model needs all its devices")
+            return False
+
+        try:
+            self._board.wait(self.rank, Phase.AWAITING_DEVICES, look, self._timeout_s)
+        except Stalled:
+            late = ", ".join(map(str, others))
+            raise Stalled(f"device {self.rank} has waited {self._timeout_s:g} s for device {late}") from None
+
+    @property
+    def somebody_failed(self) -> bool:
+        """A failure that this device has not cleared away yet."""
+        return self._slate[Word.FAILED] > self._slate[Word.STOPPED + self.rank]
+
+    def clear(self) -> None:
+        """All devices call this after a failure: what was on its way is thrown away, with the request it was of."""
+        self._meet(Word.STOPPED)  # nobody sends any more
+        for box in self._in.values():
+            box.clear()
+        self.request = self._slate[Word.REQUEST]
+        self._meet(Word.CLEARED)
+
+    def _meet(self, word: Word) -> None:
+        def missing() -> list[int]:
+            # Another device may fail on its own before it sees that one has: that counts as one failure.
+            failed = self._slate[word + self.rank] = self._slate[Word.FAILED]
+            return [device for device in range(self.count) if self._slate[word + device] < failed]
+
+        self.wait_for(missing(), lambda: not missing(), give_up=False)
+
+
+class Device:
+    """A device's part of the model."""
+
+    def __init__(
+        self, model: nn.Module, split: Split, dims: Mapping[str, str], peers: ServingPeers, slate: Slate
+    ) -> None:
+        self._model = model
+        self._cut = open_cut(split, peers, dims)
+        self._slate = slate
+        self._at = Word.PREPARED + peers.rank
+
+    def answer(self, call: Call) -> Any:
+        """All devices call this with the same; each gets the answer."""
+        args, kwargs = call
+        with torch.no_grad():
+            if not self._slate[self._at]:
+                self._prepare(call)
+            return self._model(*args, **kwargs)
+
+    def _prepare(self, call: Call) -> None:
+        self._slate[self._at] = -1
+        self._cut.prepare(self._model, call)
+        inner = own_state(self._model)
+        for name, tensor in [*inner.named_parameters(), *inner.named_buffers()]:
+            tensor.data = self._cut.part_of(name).of(tensor.data)
+        self._slate[self._at] = 1
+
+
+def work(device: Device, peers: ServingPeers, slate: Slate, bell: int) -> None:
+    """The life of every device but the caller: until the caller closes, or is no more."""
+    while _rung(bell, lambda: slate[Word.REQUEST] > peers.request or peers.somebody_failed):
+        if slate[Word.REQUEST] > peers.request:
+            peers.request += 1
+            try:
+                device.answer(receive(peers))
+            except GivenUp:
+                pass
+            except BaseException as error:
+                slate.fail(peers.request, peers.rank, described(error))
+        if peers.somebody_failed:
+            peers.clear()
+
+
+def send(call: Call, peers: Peers) -> None:
+    """The caller's request to all other devices."""
+    text, tensors = encode(call)
+    first = torch.frombuffer(bytearray(len(tensors).to_bytes(_COUNT_BYTES, "little") + text), dtype=torch.uint8)
+    for device in range(1, peers.count):
+        for tensor in (first, *tensors):
+            peers.send(tensor, device)
+
+
+def receive(peers: Peers) -> Call:
+    first = bytes(peers.receive(0).numpy())
+    tensors = [peers.receive(0) for _ in range(int.from_bytes(first[:_COUNT_BYTES], "little"))]
+    return decode(first[_COUNT_BYTES:], tensors)
+
+
+def described(error: BaseException) -> str:
+    return str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
+
+
+def _rung(bell: int, asked: Callable[[], bool]) -> bool:
+    """Wait until there is something to do. False: the caller has closed its end, or has ended."""
+    awake_until = time.monotonic() + AWAKE_S
+    poll = select.poll()
+    poll.register(bell, select.POLLIN)
+    while True:
+        if asked():
+            return True
+        if time.monotonic() < awake_until:
+            os.sched_yield()
+            continue
+        poll.poll()
+        if not os.read(bell, 4096):
+            return False

@@ -1,0 +1,298 @@
+"""`pl.load`: a trained model answers single requests, cut over several devices.
+
+    predictor = pl.load("model.safetensors", Net(), split=pl.Tiles(rows=2))
+    scores = predictor(image)
+
+The caller's process is device 0. The others are forked from it, so that they have the model without anybody having to
+describe it; the parameters lie once, in shared memory. A device that fails in a request fails the request; one whose
+process ends ends the predictor. The devices end with the caller, whatever happens to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import threading
+import time
+import traceback
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline import checkpoint
+from paceline.errors import CheckpointError, ModelError, PacelineError, ReplicaDied, Stalled, StrategyError
+from paceline.exchange.board import Board, HostWord
+from paceline.exchange.life import Life
+from paceline.launch.cores import allowed_cores, share_of_cores
+from paceline.memory.arena import Arena
+from paceline.owners.models import own_state
+from paceline.serve.device import Device, GivenUp, ServingPeers, Slate, Word, described, send, work
+from paceline.split.peers import BOX_BYTES
+from paceline.split.values import Layout, Split
+
+MOST_DEVICES_A_CORE = 4
+LONGEST_END_S = 2.0  # that a device may take to end by itself
+_PR_SET_PDEATHSIG = 1
+_ALIGN = 64
+
+
+def load(
+    path: str | os.PathLike[str] | None,
+    model: nn.Module,
+    *,
+    split: Split | None = None,
+    dims: Mapping[str, str] | None = None,
+    timeout_s: float = 60.0,
+) -> Predictor:
+    """A predictor with the tensors of the safetensors file at `path`; None: with those that `model` has.
+
+    `split` says how the model is cut: `pl.Layout`, `pl.Stages`, `pl.Tiles` or `pl.Wavefront`; None: not at all. `dims`
+    names dims of parameters for a layout, as in `Trainer`. The model is the predictor's from here on. `timeout_s` is
+    the longest that one device waits for another.
+
+    Call it before anything else of the process computes in threads of its own: devices are forked.
+    """
+    if not timeout_s > 0:
+        raise StrategyError("timeout_s", timeout_s, "give a number of seconds above 0")
+    if isinstance(split, Layout) and split.replicas > 1:
+        raise StrategyError(
+            "split", split.words, "a predictor answers one request at a time, so give no axis to the batch"
+        )
+    cores = allowed_cores()
+    if split is not None and split.devices > MOST_DEVICES_A_CORE * len(cores):
+        raise StrategyError(
+            "split", split.words, f"that needs {split.devices} devices and this machine has {len(cores)} cores"
+        )
+    if path is not None:
+        _fill(model, path)
+    model.eval()
+    return Predictor(model, split, dims or {}, timeout_s)
+
+
+class Predictor:
+    """Answers requests: `predictor(*args)` is `model(*args)`, in eval mode and without gradients.
+
+    Threads may share it; requests are answered one after the other. Close it, or use it as a context manager, to end
+    its devices before the process ends.
+    """
+
+    def __init__(self, model: nn.Module, split: Split | None, dims: Mapping[str, str], timeout_s: float) -> None:
+        self.devices = split.devices if split is not None else 1
+        self._model = model
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._ended: str | None = None  # why
+        self._others: _Others | None = None
+        if split is None or self.devices == 1:
+            return
+        _share_parameters(model)
+        cores = allowed_cores()
+        self._shares = [share_of_cores(device, self.devices, cores) for device in range(self.devices)]
+        board = Board.create(self.devices, supervised=False)
+        board.host_set(HostWord.CORES, len(cores))
+        boxes = Arena.create(self.devices**2 * BOX_BYTES, "the mailboxes of a predictor", sparse=True)
+        self._slate = Slate()
+        self._others = _Others(self.devices)
+
+        def peers(rank: int) -> ServingPeers:
+            return ServingPeers(boxes, board, self._slate, rank, self.devices, timeout_s)
+
+        def life(rank: int, bell: int) -> None:
+            _use(self._shares[rank])
+            mine = peers(rank)
+            mine.lives = {0: Life(self._process)}
+            work(Device(model, split, dims, mine, self._slate), mine, self._slate, bell)
+
+        for rank in range(1, self.devices):
+            self._others.start(rank, life)
+        boxes.close()
+        os.close(board.descriptor)
+        self._peers = peers(0)
+        self._peers.lives = self._others.lives
+        self._device = Device(model, split, dims, self._peers, self._slate)
+        self._end = weakref.finalize(self, self._others.end)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            if self._ended is not None:
+                raise ReplicaDied(f"this predictor has ended ({self._ended}): load the model again")
+            if os.getpid() != self._process:
+                raise PacelineError("this predictor belongs to the process that loaded it: load the model in this one")
+            if self._others is None:
+                with torch.no_grad():
+                    return self._model(*args, **kwargs)
+            with _using(self._shares[0]):
+                return self._ask(self._others, (args, kwargs))
+
+    def _ask(self, others: _Others, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        peers, slate = self._peers, self._slate
+        if peers.somebody_failed:  # after the last answer was complete
+            self._recover(others, slate.reason)
+        slate[Word.REQUEST] = peers.request = slate[Word.REQUEST] + 1
+        others.ring()
+        try:
+            send(call, peers)
+            return self._device.answer(call)
+        except ReplicaDied as error:
+            raise self._over(others, str(error)) from None
+        except GivenUp:
+            reason = f"device {slate[Word.FAILED_AT]} failed: {slate.reason}"
+            self._recover(others, reason)
+            raise PacelineError(reason) from None
+        except BaseException as error:
+            slate.fail(peers.request, 0, described(error))
+            self._recover(others, described(error))
+            raise
+
+    def _recover(self, others: _Others, reason: str) -> None:
+        """After a failed request: on to the next, if all devices are where this one is."""
+        others.ring()
+        try:
+            self._peers.clear()
+        except (ReplicaDied, Stalled) as error:
+            raise self._over(others, str(error)) from None
+        if {self._slate[Word.PREPARED + device] for device in range(self.devices)} not in ({0}, {1}):
+            self._over(others, reason)  # the model could not be cut, or not everywhere
+
+    def _over(self, others: _Others, reason: str) -> ReplicaDied:
+        self._ended = reason
+        others.end()
+        return ReplicaDied(f"{reason}; this predictor has ended: load the model again")
+
+    def close(self) -> None:
+        """End the other devices."""
+        with self._lock:
+            if self._ended is None:
+                self._ended = "it was closed"
+            if self._others is not None and os.getpid() == self._process:
+                self._end()
+
+    def __enter__(self) -> Predictor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Others:
+    """The processes of the other devices."""
+
+    def __init__(self, devices: int) -> None:
+        self._caller = os.getpid()
+        self._bells = [os.pipe2(os.O_CLOEXEC) for _ in range(1, devices)]  # its end, the caller's end
+        self._processes: list[int] = []
+        self.lives: dict[int, Life] = {}
+
+    def start(self, rank: int, life: Any) -> None:
+        main = threading.current_thread() is threading.main_thread()
+        with warnings.catch_warnings():
+            # Python warns of threads that hold locks while a process forks; the device uses nothing of theirs.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process = os.fork()
+        if process:
+            self._processes.append(process)
+            self.lives[rank] = Life(process)
+            os.close(self._bells[rank - 1][0])
+            os.set_blocking(self._bells[rank - 1][1], False)
+            return
+        status = 1
+        try:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides
+            if main:  # else the kernel would mean the end of that thread
+                ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != self._caller:
+                os._exit(1)
+            for number, (theirs, callers) in enumerate(self._bells, 1):
+                os.close(callers)
+                if number > rank:
+                    os.close(theirs)
+            life(rank, self._bells[rank - 1][0])
+            status = 0
+        except ReplicaDied:
+            pass  # the caller is no more, or will say which device it was
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+
+    def ring(self) -> None:
+        for _, callers in self._bells:
+            with contextlib.suppress(BlockingIOError, BrokenPipeError):  # it rings already; it has ended
+                os.write(callers, b"!")
+
+    def end(self) -> None:
+        if os.getpid() != self._caller:  # in a process that the caller has forked
+            return
+        for _, callers in self._bells:
+            os.close(callers)
+        self._bells = []
+        deadline = time.monotonic() + LONGEST_END_S
+        for process, life in zip(self._processes, self.lives.values(), strict=True):
+            while life and time.monotonic() < deadline:
+                time.sleep(0.001)
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                if life:
+                    os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
+        self._processes, self.lives = [], {}
+
+
+# ── the model ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _fill(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    inner, tensors = own_state(model), checkpoint.read_model(path)
+    own = inner.state_dict()
+    for name in [*sorted(own.keys() - tensors.keys()), *sorted(tensors.keys() - own.keys())]:
+        has = "has no" if name in own else "has a"
+        raise CheckpointError(f"{os.fspath(path)} {has} tensor {name!r}, unlike the model: give the model it is of")
+    for name, tensor in own.items():
+        if tensor.shape != tensors[name].shape:
+            raise CheckpointError(
+                f"{os.fspath(path)} has {name!r} of shape {list(tensors[name].shape)}, and the model of "
+                f"{list(tensor.shape)}: give the model it is of"
+            )
+    inner.load_state_dict(tensors)
+
+
+def _share_parameters(model: nn.Module) -> None:
+    """Into shared memory. Buffers are every device's own: a forward may write them."""
+    parameters = list(own_state(model).parameters())
+    for parameter in parameters:
+        if parameter.device.type != "cpu":
+            raise ModelError("model", f"on {parameter.device}", "the devices of a predictor are cores, move it to cpu")
+    sizes = [-(-parameter.nbytes // _ALIGN) * _ALIGN for parameter in parameters]
+    arena, start = Arena.create(max(sum(sizes), _ALIGN), "the parameters of a predictor"), 0
+    for parameter, size in zip(parameters, sizes, strict=True):
+        shared = arena.view(start, parameter.dtype, parameter.shape)
+        shared.copy_(parameter.data)
+        parameter.data = shared
+        start += size
+    arena.close()
+
+
+# ── cores ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _use(cores: tuple[int, ...]) -> None:
+    """A device computes in one thread: a process that was forked cannot have those of its parent."""
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(1)
+
+
+@contextlib.contextmanager
+def _using(cores: tuple[int, ...]) -> Iterator[None]:
+    """For the length of a request: the caller's process is its own otherwise."""
+    before, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    _use(cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+        torch.set_num_threads(threads)

@@ -1,0 +1,256 @@
+"""What every operation of a model costs, and between which of them it must not be cut. Measured once, on an example.
+
+It must not be cut
+
+- between a value and an operation that changes it in place: the other stage would change a copy;
+- between two operations that change the same buffer (a BatchNorm that is used twice): each stage has its own;
+- inside `torch.no_grad`;
+- where a value would cross that cannot travel.
+
+All of that is found by running the operations and looking, not by their names. The model is left as it was: its
+buffers and the random numbers are put back.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from paceline.errors import ModelError
+from paceline.split.stages.parcel import pack
+from paceline.split.stages.trace import Traced
+
+REPETITIONS = 3
+_COPIED_BYTES = 4 << 20
+
+
+@dataclass
+class Measured:
+    """By position of an operation in `Traced.nodes`."""
+
+    seconds: list[float]  # of forward and backward
+    bytes: list[int]  # of what it gives
+    seconds_a_byte: float  # to hand something over
+    forbidden: set[int] = field(default_factory=set)  # before which no stage may begin
+    random: list[int] = field(default_factory=list)  # that draw random numbers
+    changed: list[str] = field(default_factory=list)  # buffers that training changes
+
+
+def run_node(model: nn.Module, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    """One operation, on the values of those before it."""
+    args = fx.map_arg(node.args, values.__getitem__)
+    kwargs = fx.map_arg(node.kwargs, values.__getitem__)
+    if node.op == "get_attr":
+        return attribute(model, str(node.target))
+    if node.op == "call_module":
+        return model.get_submodule(str(node.target))(*args, **kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def attribute(model: nn.Module, path: str) -> Any:
+    found: Any = model
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def buffers_used(model: nn.Module, traced: Traced) -> list[set[str]]:
+    """By position, (first) names of the buffers an operation has to do with."""
+    names = {id(buffer): name for name, buffer in model.named_buffers()}
+
+    def of(node: fx.Node) -> Iterator[Any]:
+        if node.op == "call_module":
+            yield from model.get_submodule(str(node.target)).buffers()
+        for source in node.all_input_nodes:
+            if source.op == "get_attr":
+                yield attribute(model, str(source.target))
+
+    return [{names[id(buffer)] for buffer in of(node) if id(buffer) in names} for node in traced.nodes]
+
+
+def last_uses(traced: Traced) -> list[int]:
+    """By position, that of the last operation that uses its value; one behind the last for what is returned."""
+    position = {node: number for number, node in enumerate(traced.nodes)}
+    return [max((position.get(user, len(position)) for user in node.users), default=0) for node in traced.nodes]
+
+
+def measure(model: nn.Module, traced: Traced, tensors: Sequence[torch.Tensor], forward: Any) -> Measured:
+    """`tensors`: of the example; `forward()`: the model's own forward on them."""
+    with _left_as_it_was(model):
+        found = _look(model, traced, tensors)
+    with _left_as_it_was(model), torch.no_grad():
+        expected = forward()
+    _compare(model, expected, found.pop("returned"))
+    measured = Measured(seconds=[], seconds_a_byte=_copying(), **found)
+    rounds = []
+    for _ in range(REPETITIONS):
+        with _left_as_it_was(model):
+            rounds.append(_time(model, traced, tensors))
+    measured.seconds = [statistics.median(of_one) for of_one in zip(*rounds, strict=True)]
+    return measured
+
+
+@contextmanager
+def _left_as_it_was(model: nn.Module) -> Iterator[None]:
+    state = torch.get_rng_state()
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        with torch.no_grad():
+            for buffer, before in zip(model.buffers(), buffers, strict=True):
+                buffer.copy_(before)
+
+
+def _look(model: nn.Module, traced: Traced, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+    nodes = traced.nodes
+    position = {node: number for number, node in enumerate(nodes)}
+    until = last_uses(traced)
+    forbidden = {number for number, node in enumerate(nodes) if not node.meta.get("grad", True)}
+    buffers = dict(model.named_buffers())
+    versions = {name: buffer._version for name, buffer in buffers.items()}
+    values: dict[fx.Node, Any] = dict(zip(traced.inputs, tensors, strict=True))
+    sizes, random = [], []
+    # Copies: a forward may change its input, which the next run needs as it was.
+    values = {node: value.clone() for node, value in values.items()}
+    with torch.no_grad():
+        for node in traced.graph.nodes:
+            if node.op in ("placeholder", "output"):
+                continue
+            if node.op == "get_attr":
+                values[node] = run_node(model, node, values)
+                continue
+            here = position[node]
+            before = {other: _versions(value) for other, value in values.items() if other.op != "get_attr"}
+            state = torch.get_rng_state()
+            value = run_node(model, node, values)
+            if not torch.equal(state, torch.get_rng_state()):
+                random.append(here)
+            for other, version in before.items():
+                if version != _versions(values[other]):  # changed in place: together with where it came from
+                    forbidden.update(range(position.get(other, 0) + 1, here + 1))
+            values[node] = value
+            sizes.append(sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)))
+            if not _travels(value):
+                forbidden.update(range(here + 1, until[here] + 1))
+            for source in node.all_input_nodes:
+                if source in position and until[position[source]] == here:
+                    del values[source]
+    changed = [name for name, buffer in buffers.items() if buffer._version != versions[name]]
+    used = buffers_used(model, traced)
+    for name in changed:
+        users = [number for number, names in enumerate(used) if name in names]
+        if users:
+            forbidden.update(range(users[0] + 1, users[-1] + 1))
+    returned = fx.map_arg(traced.output, values.__getitem__)
+    return {"bytes": sizes, "forbidden": forbidden, "random": random, "changed": changed, "returned": returned}
+
+
+def _versions(value: Any) -> list[int]:
+    return [leaf._version for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _travels(value: Any) -> bool:
+    try:
+        pack([value])
+    except ModelError:
+        return False
+    return True
+
+
+def _compare(model: nn.Module, expected: Any, found: Any) -> None:
+    """The list of operations has to give what the model gives: torch.fx does not notice everything."""
+    pairs = list(zip(_tensors(expected), _tensors(found), strict=False))
+    same = len(_tensors(expected)) == len(_tensors(found)) and all(_close(one, other) for one, other in pairs)
+    if not same:
+        raise ModelError(
+            "model",
+            type(model).__name__,
+            "followed operation by operation it gives another output than when it is called, so it cannot be cut by "
+            "layer; its forward depends on something else than tensors and shapes",
+        )
+
+
+def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    scale = float(one.abs().nan_to_num().max()) if one.numel() else 0.0
+    return torch.allclose(one.double(), other.double(), rtol=1e-2, atol=1e-3 * scale + 1e-12, equal_nan=True)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _copying() -> float:
+    """Seconds a byte: into shared memory and out of it, forward and backward."""
+    source = torch.ones(_COPIED_BYTES, dtype=torch.uint8)
+    target = source.clone()
+    began = time.perf_counter()
+    target.copy_(source)
+    return 2 * (time.perf_counter() - began) / _COPIED_BYTES
+
+
+def _time(model: nn.Module, traced: Traced, tensors: Sequence[torch.Tensor]) -> list[float]:
+    """Forward and backward of every operation by itself."""
+    until = last_uses(traced)
+    position = {node: number for number, node in enumerate(traced.nodes)}
+    values: dict[fx.Node, Any] = {node: tensor.clone() for node, tensor in zip(traced.inputs, tensors, strict=True)}
+    seconds: list[float] = []
+    with torch.enable_grad():
+        for node in traced.graph.nodes:
+            if node.op in ("placeholder", "output"):
+                continue
+            if node.op == "get_attr":
+                values[node] = run_node(model, node, values)
+                continue
+            value, lasted = _one(model, node, values)
+            values[node] = tree_map(_apart, value)
+            seconds.append(lasted)
+            here = position[node]
+            for source in node.all_input_nodes:
+                if source in position and until[position[source]] == here:
+                    del values[source]
+    return seconds
+
+
+def _one(model: nn.Module, node: fx.Node, values: dict[fx.Node, Any]) -> tuple[Any, float]:
+    began = time.perf_counter()
+    try:
+        value = run_node(model, node, values)
+    except RuntimeError:  # it changes an input in place, which autograd allows of no beginning of a graph
+        with torch.no_grad():
+            began = time.perf_counter()
+            return run_node(model, node, values), 3 * (time.perf_counter() - began)
+    ends = [leaf for leaf in _tensors(value) if leaf.requires_grad and leaf.grad_fn is not None]
+    begins = _begins(model, node, values)
+    if ends and begins:
+        torch.autograd.grad(ends, begins, [torch.ones_like(end) for end in ends], allow_unused=True)
+    return value, time.perf_counter() - began
+
+
+def _begins(model: nn.Module, node: fx.Node, values: Mapping[fx.Node, Any]) -> list[torch.Tensor]:
+    found: Iterable[torch.Tensor] = [
+        leaf for source in node.all_input_nodes for leaf in _tensors(values[source]) if leaf.requires_grad
+    ]
+    if node.op == "call_module":
+        module = model.get_submodule(str(node.target))
+        found = [*found, *(parameter for parameter in module.parameters() if parameter.requires_grad)]
+    return list(found)
+
+
+def _apart(leaf: Any) -> Any:
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf

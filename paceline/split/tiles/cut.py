@@ -1,0 +1,169 @@
+"""One device's side of a model that is cut by image region."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from paceline.errors import ModelError, StrategyError
+from paceline.split.collectives import copied
+from paceline.split.cut import SAME, WHOLE, Check, Cut, Example, Loss, Part, train
+from paceline.split.peers import Group, Peers
+from paceline.split.tiles.course import Course
+from paceline.split.tiles.moving import gathered
+from paceline.split.tiles.norms import TiledBatchNorm, batchnorms
+from paceline.split.tiles.tile import Grid, Tile
+from paceline.split.values import Tiles
+
+
+class TilesCut(Cut):
+    """Every device has a tile of each activation; parameters are whole, and gradients of most are summands."""
+
+    def __init__(self, split: Tiles, peers: Peers) -> None:
+        super().__init__(peers)
+        self._split = split
+        self._course = Course(Grid(split, peers))
+        self._norms: dict[nn.Module, TiledBatchNorm] = {}
+        self._head: set[str] = set()
+        self._buffers: set[str] = set()
+
+    def prepare(self, model: nn.Module, example: Example) -> None:
+        if not self._course.grid.axes:
+            return
+        whole, model = model, getattr(model, "_orig_mod", model)
+        for module in batchnorms(model):
+            self._norms[module] = TiledBatchNorm(self._course, module)
+        forward = model.forward
+        model.forward = functools.partial(self._forward, forward)
+        if whole is not model:  # compiled: the compiler would follow the tiles into the mailboxes
+            model.forward = torch.compiler.disable(model.forward)  # type: ignore[no-untyped-call]
+        try:
+            self._look(model, example)
+        except BaseException:
+            model.forward = forward
+            for norm in self._norms.values():
+                norm.undo()
+            raise
+        self._course.head = self._course.looked.only_after_tiles()
+        self._head = {name for name, parameter in model.named_parameters() if parameter in self._course.head}
+        self._buffers = {name for name, _ in model.named_buffers()}
+
+    def part_of(self, name: str) -> Part:
+        name = name.removeprefix("_orig_mod.")
+        as_on_the_first = name in self._head or name in self._buffers
+        return SAME if as_on_the_first and self.peers.rank else WHOLE
+
+    def over_devices(self, module: nn.Module) -> bool:
+        return module in self._norms and self._norms[module].sees_tiles
+
+    def train(self, loss: Loss, model: nn.Module, batch: Any, weight: float, check: Check) -> float:
+        """All devices compute the loss, and it counts on the first: gradients are summands."""
+        return train(loss, model, batch, weight if self.speaks else 0.0, check)
+
+    # ── the model's forward ──────────────────────────────────────────────────────────────────────────────
+
+    def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map(self._entering, args), tree_map(self._entering, kwargs)
+        self._course.in_head = False
+        with self._course:
+            found = forward(*args, **kwargs)
+        return tree_map(lambda leaf: gathered(leaf) if isinstance(leaf, Tile) else leaf, found)
+
+    def _entering(self, leaf: Any) -> Any:
+        """The gradient of an input, if anybody wants it, is whole: on all for what the user holds in hand; on the first
+        for what was computed, which adds it up with all else."""
+        if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad or not torch.is_grad_enabled():
+            return leaf
+        everyone = self.peers.everyone
+        return copied(leaf, everyone) if leaf.is_leaf else _ToTheFirst.apply(leaf, everyone)  # type: ignore[no-untyped-call]
+
+    def _look(self, model: nn.Module, example: Example) -> None:
+        """Run it once, in training mode, and leave everything as it was."""
+        course = self._course
+        args, kwargs = example
+        with _left_alone(model), _named(model, course.where), torch.no_grad():
+            course.looking = True
+            try:
+                model(*args, **kwargs)
+            finally:
+                course.looking = False
+        looked = course.looked
+        if not looked.cuts:
+            self._refuse(model)
+        if not self.peers.rank and looked.middle is not None:
+            module, name = looked.middle
+            warnings.warn(
+                f"tiles: {module or 'the model'} gathers the image for {name}, which is exact and no faster than on "
+                "one device",
+                stacklevel=2,
+            )
+
+    def _refuse(self, model: nn.Module) -> None:
+        split = f"{self._split.rows}x{self._split.columns}"
+        if self._course.looked.why_not is not None:
+            module, name, why = self._course.looked.why_not
+            raise StrategyError("tiles", split, f"{name}{f' in {module}' if module else ''} cannot be cut, {why}")
+        kinds = dict.fromkeys(type(module).__name__ for module in model.modules() if not list(module.children()))
+        raise ModelError(
+            "model",
+            type(model).__name__,
+            f"it has no convolution or pooling, so no image to cut into tiles {split}, only "
+            f"{', '.join(kinds) or 'functions'}: leave out --tiles",
+        )
+
+
+class _ToTheFirst(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = ctx.group.all_reduce(dy)
+        return total if ctx.group.index == 0 else torch.zeros_like(total), None
+
+
+@contextmanager
+def _left_alone(model: nn.Module) -> Iterator[None]:
+    """What a forward changes: buffers, random numbers, the mode of the model."""
+    modes = {module: module.training for module in model.modules()}
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    random = torch.get_rng_state()
+    model.train()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(random)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextmanager
+def _named(model: nn.Module, where: list[str]) -> Iterator[None]:
+    """While the model runs, `where` ends with the name of the module that does."""
+
+    def left(*_: Any) -> None:
+        where.pop()
+
+    handles = []
+    for name, module in model.named_modules():
+        named = f"{name} ({type(module).__name__})" if name else ""
+        handles.append(module.register_forward_pre_hook(lambda *_, named=named: where.append(named)))
+        handles.append(module.register_forward_hook(left))
+    try:
+        yield
+    finally:
+        where.clear()
+        for handle in handles:
+            handle.remove()

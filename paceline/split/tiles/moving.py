@@ -1,0 +1,193 @@
+"""Rows on their way between devices: borrowed for an op, gathered to the whole, summed. Each with its adjoint.
+
+    borrowed   own rows → the rows that are needed     backward: gradients of borrowed rows go back and are added
+    gathered   a tile each → the whole, on all          backward: everybody's gradient of this tile, added up
+    summed     a summand each → the sum, on all         backward: the same
+
+Gradients of what is whole are summands. So the other way, from a whole to tiles, is a plain `narrow`.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from paceline.split.peers import Group
+from paceline.split.tiles.tile import Tile
+from paceline.split.tiles.windows import Range, Wants, ranges
+
+
+def overlap(one: Range, other: Range) -> Range | None:
+    start, stop = max(one[0], other[0]), min(one[1], other[1])
+    return (start, stop) if start < stop else None
+
+
+def _rows(x: torch.Tensor, dim: int, origin: int, rows: Range) -> torch.Tensor:
+    return x.narrow(dim, rows[0] - origin, rows[1] - rows[0])
+
+
+class Pieces:
+    """What lies side by side in a tensor that was put together: own rows, and others that are kept here."""
+
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
+        self.others: list[torch.Tensor | None] = []  # None: own rows go there
+        self.own: Range = (0, 0)  # which of them
+
+    def join(self, x: torch.Tensor) -> torch.Tensor:
+        own = x.narrow(self.dim, *self.own)
+        return torch.cat([own if piece is None else piece for piece in self.others], self.dim)
+
+
+def _as_laid_out(x: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
+    """`piece` in the memory format of x: one that differs would make the whole lose it."""
+    if x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last):
+        return piece.contiguous(memory_format=torch.channels_last)
+    return piece
+
+
+class _Borrowed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group, wants: Wants, value: float, pieces: Pieces) -> torch.Tensor:
+        ctx.group, ctx.wants, ctx.dim = group, wants, pieces.dim
+        me, dim, peers = group.index, pieces.dim, group.peers
+        have, need = wants.have[me], wants.need[me]
+        for index, rank in enumerate(group.ranks):
+            if index != me and (rows := overlap(have, wants.need[index])):
+                peers.send(_rows(x, dim, have[0], rows), rank)
+
+        def padding(count: int) -> None:
+            if count:
+                shape = list(x.shape)
+                shape[dim] = count
+                pieces.others.append(_as_laid_out(x, x.new_full(shape, value)))
+
+        padding(wants.before[me])
+        for index, rank in enumerate(group.ranks):
+            rows = overlap(wants.have[index], need)
+            if rows is not None and index == me:
+                pieces.own = rows[0] - have[0], rows[1] - rows[0]
+                pieces.others.append(None)
+            elif rows is not None:
+                pieces.others.append(_as_laid_out(x, peers.receive(rank)))
+        padding(wants.after[me])
+        return pieces.join(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        group, wants, dim = ctx.group, ctx.wants, ctx.dim
+        me, peers = group.index, group.peers
+        have, need = wants.have[me], wants.need[me]
+        origin = need[0] - wants.before[me]
+        for index, rank in enumerate(group.ranks):
+            if index != me and (rows := overlap(wants.have[index], need)):
+                peers.send(_rows(dy, dim, origin, rows), rank)
+        kept = overlap(have, need)
+        if kept == have:
+            dx = _rows(dy, dim, origin, have).clone(memory_format=torch.preserve_format)
+        else:  # some rows were only for others
+            shape = list(dy.shape)
+            shape[dim] = have[1] - have[0]
+            dx = dy.new_zeros(shape)
+            if kept is not None:
+                _rows(dx, dim, have[0], kept).copy_(_rows(dy, dim, origin, kept))
+        for index, rank in enumerate(group.ranks):
+            if index != me and (rows := overlap(have, wants.need[index])):
+                _rows(dx, dim, have[0], rows).add_(peers.receive(rank))
+        return dx, None, None, None, None
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int, length: int) -> torch.Tensor:
+        ctx.group, ctx.dim, ctx.length = group, dim, length
+        return torch.cat(group.exchange(x), dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        group, dim = ctx.group, ctx.dim
+        parts = ranges(ctx.length, group.count)
+        for index, rank in enumerate(group.ranks):
+            if index != group.index:
+                group.peers.send(_rows(dy, dim, 0, parts[index]), rank)
+        dx = _rows(dy, dim, 0, parts[group.index]).clone()
+        for index, rank in enumerate(group.ranks):
+            if index != group.index:
+                dx += group.peers.receive(rank)
+        return dx, None, None, None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return group.all_reduce(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.group.all_reduce(dy), None
+
+
+def summed(x: torch.Tensor, group: Group) -> torch.Tensor:
+    return _Summed.apply(x, group)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def gathered(tile: Tile) -> torch.Tensor:
+    """The whole."""
+    x = tile.local
+    for axis, dim, length in reversed(list(zip(tile.course.grid.axes, tile.dims, tile.lengths, strict=True))):
+        x = _Gathered.apply(x, axis.group, dim, length)  # type: ignore[no-untyped-call]
+    return x
+
+
+class Widened:
+    """The rows that an op needs, in one tensor. What backward needs of it is kept as the device's own tile, which is
+    kept anyway, and the halo: it is put together again then. Otherwise every activation would be there twice."""
+
+    def __init__(self, tile: Tile, wants: list[Wants], value: float = 0.0) -> None:
+        self._source = tile.local
+        self._version = tile.local._version
+        self._joins: list[Pieces] = []
+        x = tile.local
+        for axis, dim, of_axis in zip(tile.course.grid.axes, tile.dims, wants, strict=True):
+            if not of_axis.nothing_moves:
+                pieces = Pieces(dim)
+                x = _Borrowed.apply(x, axis.group, of_axis, value, pieces)  # type: ignore[no-untyped-call]
+                self._joins.append(pieces)
+        self.x = x
+
+    def kept_small(self) -> AbstractContextManager[Any]:
+        """Around the op."""
+        if not self._joins or not torch.is_grad_enabled():
+            return nullcontext()
+        at, shape = self.x.data_ptr(), self.x.shape
+        again = _Again(self._source.detach(), self._version, self._joins)
+
+        def pack(saved: torch.Tensor) -> torch.Tensor | _Again:
+            return again if saved.data_ptr() == at and saved.shape == shape else saved
+
+        def unpack(kept: torch.Tensor | _Again) -> torch.Tensor:
+            return kept.join() if isinstance(kept, _Again) else kept
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+class _Again:
+    """How to put a widened tensor together once more."""
+
+    def __init__(self, source: torch.Tensor, version: int, joins: list[Pieces]) -> None:
+        self._source, self._version, self._joins = source, version, joins
+
+    def join(self) -> torch.Tensor:
+        if self._source._version != self._version:
+            raise RuntimeError("an activation that is needed for its gradient has been changed in place since")
+        x = self._source
+        for pieces in self._joins:
+            x = pieces.join(x)
+        return x

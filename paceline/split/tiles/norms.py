@@ -1,0 +1,98 @@
+"""Normalization by statistics of whole images: every device adds what it sees of them.
+
+BatchNorm is already done so over replicas (`owners/batchnorm.py`), and here the devices of a replica join in. GroupNorm
+and InstanceNorm are the same arithmetic with other groups of numbers: a sample's group of channels takes the place of a
+channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from paceline.owners.batchnorm import _ExactBatchNorm
+from paceline.split.tiles.tile import Tile
+
+Func = Callable[..., Any]
+
+
+class TiledBatchNorm:
+    """Takes the place of a BatchNorm's forward."""
+
+    def __init__(self, course: Any, module: _BatchNorm) -> None:
+        self._course, self._module = course, module
+        self.sees_tiles = False  # in the run that shows what the model does: then its statistics are sums over devices
+        module.forward = self  # type: ignore[method-assign, assignment]
+
+    def _own_forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = type(self._module).forward(self._module, x)
+        return found
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        course, module = self._course, self._module
+        tile = x if isinstance(x, Tile) else None
+        course.note(module, on_tiles=tile is not None)
+        if course.looking:
+            # Nothing is added up yet: what comes out has the right size, and that is all that is looked at.
+            self.sees_tiles |= tile is not None
+            return x.view_as(x) if tile is None else tile.like(tile.local)
+        by_batch = module.training or module.running_mean is None
+        if by_batch and module.training and self.sees_tiles and tile is None:
+            course.changed_its_way(module)
+        if tile is None:
+            return self._own_forward(x)
+        if by_batch and not (module.training and self.sees_tiles):
+            return self._own_forward(course.whole(tile, type(module).forward))
+        return tile.like(self._own_forward(tile.local))
+
+    def undo(self) -> None:
+        del self._module.forward
+
+
+def group_norm(
+    course: Any,
+    func: Func,
+    input: Any,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> Any:
+    if not isinstance(input, Tile) or min(input.dims) < 2:
+        return NotImplemented
+    local = input.local
+    groups = local.contiguous().view(1, len(local) * num_groups, -1)
+    normalized = _ExactBatchNorm.apply(  # type: ignore[no-untyped-call]
+        groups, None, None, eps, course.grid.everyone.all_reduce
+    )[0].view(local.shape)
+    shape = (-1, *[1] * (local.dim() - 2))
+    if weight is not None:
+        normalized = normalized * weight.view(shape)
+    if bias is not None:
+        normalized = normalized + bias.view(shape)
+    return input.like(normalized)
+
+
+def instance_norm(
+    course: Any,
+    func: Func,
+    input: Any,
+    running_mean: torch.Tensor | None = None,
+    running_var: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    if running_mean is not None or not use_input_stats:
+        return NotImplemented
+    return group_norm(course, func, input, input.size(1), weight, bias, eps)
+
+
+def batchnorms(model: nn.Module) -> list[_BatchNorm]:
+    return [module for module in model.modules() if isinstance(module, _BatchNorm)]

@@ -1,0 +1,243 @@
+"""Ops that need no other row than their own: pixel by pixel, over channels, or moving dims about."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from paceline.split.tiles.tile import Tile, find
+
+Func = Callable[..., Any]
+
+# By name, as torch's functions, methods and torch.nn.functional have it in common.
+_NAMES = """
+    abs add addcdiv addcmul asinh atan bitwise_and bitwise_not bitwise_or bool celu clamp clamp_max clamp_min clip clone
+    contiguous cos cosh deg2rad detach div divide double elu eq erf erfc exp expm1 float floor floor_divide fmod frac
+    full_like gelu ge greater gt half hardshrink hardsigmoid hardswish hardtanh heaviside int isfinite isinf isnan
+    le leaky_relu lerp less log log10 log1p log2 logaddexp logical_and logical_not logical_or logical_xor logit
+    logsigmoid long lt masked_fill maximum minimum mish mul multiply nan_to_num ne neg negative ones_like positive pow
+    reciprocal relu relu6 remainder round rsqrt rsub selu sgn sigmoid sign silu sin sinh softplus softshrink softsign
+    sqrt square sub subtract tan tanh tanhshrink threshold to true_divide trunc type_as where xlogy zeros_like
+    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__ __mod__ __pow__ __rpow__
+    __neg__ __pos__ __abs__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __invert__
+"""
+POINTWISE = frozenset(_NAMES.split())
+_NOT_IN_PLACE = ("__int__", "__index__", "__invert__")
+
+
+def in_place(func: Func, kwargs: dict[str, Any]) -> bool:
+    """Whether it changes its first argument."""
+    name = func.__name__
+    if name.startswith("__"):
+        return name in ("__setitem__", "__set__") or (
+            name[2] == "i" and name not in ("__int__", "__index__", "__invert__")
+        )
+    return name.endswith("_") or bool(kwargs.get("inplace"))
+
+
+def is_pointwise(name: str) -> bool:
+    return name in POINTWISE or (name.endswith("_") and not name.endswith("__") and name[:-1] in POINTWISE)
+
+
+def pointwise(course: Any, func: Func, *args: Any, **kwargs: Any) -> Any:
+    """Tiles of the same size lie alike; of what is whole, the rows of this device."""
+    tile = find((*args, *kwargs.values()))
+    assert tile is not None
+    changes = in_place(func, kwargs)
+    if changes and not isinstance(args[0], Tile):
+        return NotImplemented
+    fits = True
+
+    def part(value: Any) -> Any:
+        nonlocal fits
+        if isinstance(value, torch.Tensor):
+            found = own_part(tile, value)
+            fits &= found is not None
+            return found
+        return value
+
+    own_args, own_kwargs = tuple(part(value) for value in args), {name: part(v) for name, v in kwargs.items()}
+    if not fits:
+        return NotImplemented
+    local = func(*own_args, **own_kwargs)
+    return args[0] if changes else tile.like(local)
+
+
+def own_part(tile: Tile, value: torch.Tensor) -> torch.Tensor | None:
+    """What meets `tile` of another tensor when they are broadcast together; None if they do not fit so."""
+    if isinstance(value, Tile):
+        fits = value.dim() == tile.dim() and value.dims == tile.dims and value.lengths == tile.lengths
+        return value.local if fits else None
+    missing = tile.dim() - value.dim()
+    if missing < 0:
+        return None
+    for axis, dim, length in zip(tile.course.grid.axes, tile.dims, tile.lengths, strict=True):
+        if dim < missing or value.size(dim - missing) == 1:
+            continue
+        if value.size(dim - missing) != length:
+            return None
+        start, stop = axis.own(length)
+        value = value.narrow(dim - missing, start, stop - start)
+    return value
+
+
+def prelu(course: Any, func: Func, input: Tile, weight: torch.Tensor) -> Any:
+    return input.like(func(input.local, weight)) if not isinstance(weight, Tile) else NotImplemented
+
+
+def expand_as(course: Any, func: Func, input: torch.Tensor, other: torch.Tensor) -> Any:
+    """Of a whole to a tile's size: a view, of which the tile's part is taken where it is used."""
+    return NotImplemented if isinstance(input, Tile) else input.expand(other.shape)
+
+
+def new(course: Any, func: Func, input: Tile, *args: Any, **kwargs: Any) -> Any:
+    """`new_zeros` and its like: only the type and the device come from the tile."""
+    return func(input.local, *args, **kwargs)
+
+
+def dropout(course: Any, func: Func, input: Tile, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """The mask is drawn for the whole, as in one process, and the device takes its part: a byte a value."""
+    if not training or p == 0:
+        return input
+    local = input.local
+    if p == 1:
+        noise = torch.zeros_like(local)
+    else:
+        last = local.dim() == 4 and not local.is_contiguous() and local.is_contiguous(memory_format=torch.channels_last)
+        layout = torch.channels_last if last else torch.contiguous_format
+        mask = torch.empty(input.shape, dtype=torch.uint8, memory_format=layout).bernoulli_(1 - p)
+        own = own_part(input, mask)
+        assert own is not None
+        noise = own.to(local.dtype).div_(1 - p)
+    if inplace:
+        local.mul_(noise)
+        return input
+    return input.like(local * noise)
+
+
+# ── over dims that are not cut ───────────────────────────────────────────────────────────────────────────────
+
+
+def along(course: Any, func: Func, input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """`func(input, dim)` that keeps the size: softmax over channels."""
+    if not isinstance(input, Tile) or not isinstance(dim, int) or dim % input.dim() in input.dims:
+        return NotImplemented
+    return input.like(func(input.local, dim, *args, **kwargs))
+
+
+def over_channels(course: Any, func: Func, input: Tile, *args: Any, **kwargs: Any) -> Any:
+    """Dropout of channels, normalization across channels, BatchNorm by running statistics: the same on every part."""
+    if 0 in input.dims or 1 in input.dims or find(args) is not None:
+        return NotImplemented
+    local = func(input.local, *args, **kwargs)
+    return input if in_place(func, kwargs) else input.like(local)
+
+
+def batch_norm(
+    course: Any,
+    func: Func,
+    input: Tile,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """By running statistics. Those of the batch are the modules' (`norms`)."""
+    if training:
+        return NotImplemented
+    return over_channels(course, func, input, running_mean, running_var, weight, bias, False, momentum, eps)
+
+
+def layer_norm(course: Any, func: Func, input: Any, normalized_shape: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(input, Tile) or max(input.dims) >= input.dim() - len(normalized_shape):
+        return NotImplemented
+    return input.like(func(input.local, normalized_shape, *args, **kwargs))
+
+
+def linear(course: Any, func: Func, input: Any, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(input, Tile) or max(input.dims) == input.dim() - 1:
+        return NotImplemented
+    return input.like(func(input.local, *args, **kwargs))
+
+
+# ── dims moved about ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _moved(tile: Tile, local: torch.Tensor, dims: Sequence[int]) -> Tile:
+    return Tile(local, tuple(dims), tile.lengths, tile.course)
+
+
+def permute(course: Any, func: Func, input: Tile, *dims: Any) -> Any:
+    order = [dim % input.dim() for dim in (dims[0] if isinstance(dims[0], (tuple, list)) else dims)]
+    return _moved(input, func(input.local, order), [order.index(dim) for dim in input.dims])
+
+
+def transpose(course: Any, func: Func, input: Tile, dim0: int, dim1: int) -> Any:
+    first, second = dim0 % input.dim(), dim1 % input.dim()
+    swapped = {first: second, second: first}
+    return _moved(input, func(input.local, first, second), [swapped.get(dim, dim) for dim in input.dims])
+
+
+def reshape(course: Any, func: Func, input: Any, *shape: Any) -> Any:
+    """Of the dims before those that are cut, such as channels to groups of channels."""
+    if not isinstance(input, Tile):
+        return NotImplemented
+    sizes = list(shape[0]) if shape and isinstance(shape[0], (tuple, list, torch.Size)) else list(shape)
+    if not all(isinstance(size, int) for size in sizes):
+        return NotImplemented
+    first = min(input.dims)
+    tail = list(input.shape[first:])
+    lead = len(sizes) - len(tail)
+    if -1 in sizes:
+        rest = math.prod(size for size in sizes if size != -1)
+        sizes[sizes.index(-1)] = input.numel() // rest if rest else 0
+    if lead < 0 or sizes[lead:] != tail:
+        return NotImplemented
+    local = func(input.local, [*sizes[:lead], *input.local.shape[first:]])
+    return _moved(input, local, [dim - first + lead for dim in input.dims])
+
+
+def concatenate(course: Any, func: Func, tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
+    tile = find(tensors)
+    if tile is None or kwargs or dim % tile.dim() in tile.dims:
+        return NotImplemented
+    parts = [own_part(tile, tensor) if tensor.dim() == tile.dim() else None for tensor in tensors]
+    if any(part is None for part in parts) or any(
+        not isinstance(tensor, Tile) and tensor.size(cut) == 1 for tensor in tensors for cut in tile.dims
+    ):
+        return NotImplemented  # cat does not broadcast
+    return tile.like(func(parts, dim))
+
+
+def split(course: Any, func: Func, input: Tile, size: Any, dim: int = 0) -> Any:
+    """`chunk` and `split`."""
+    if dim % input.dim() in input.dims:
+        return NotImplemented
+    return tree_map(input.like, func(input.local, size, dim))
+
+
+def narrow(course: Any, func: Func, input: Any, dim: int, *args: Any) -> Any:
+    """`narrow` and `index_select`."""
+    if not isinstance(input, Tile) or find(args) is not None or dim % input.dim() in input.dims:
+        return NotImplemented
+    return input.like(func(input.local, dim, *args))
+
+
+def item(course: Any, func: Func, input: Any, index: Any) -> Any:
+    """Slices of dims that are not cut, such as some of the channels."""
+    entries = index if isinstance(index, tuple) else (index,)
+    if not isinstance(input, Tile) or not all(isinstance(entry, (slice, type(...))) for entry in entries):
+        return NotImplemented
+    if ... in entries:
+        at = entries.index(...)
+        entries = (*entries[:at], *[slice(None)] * (input.dim() - len(entries) + 1), *entries[at + 1 :])
+    if any(dim < len(entries) and entries[dim] != slice(None) for dim in input.dims):
+        return NotImplemented
+    return input.like(func(input.local, entries))

@@ -1,0 +1,119 @@
+"""Upsampling and downsampling to another number of rows: nearest, linear in every direction, and channels to pixels.
+
+Along what is cut, the rows that are mixed are picked by number, as torch works them out for the whole; along the other
+dims torch's own op does it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from paceline.split.tiles.moving import Widened
+from paceline.split.tiles.tile import Tile
+from paceline.split.tiles.windows import ranges, wanted
+
+Func = Callable[..., Any]
+LINEAR = ("linear", "bilinear", "trilinear")
+NEAREST = ("nearest", "nearest-exact")
+
+
+class Picked:
+    """For every row of the output: the two input rows it is mixed from, and how much of the second."""
+
+    def __init__(
+        self, length: int, outputs: int, factor: float | None, mode: str, corners: bool, exact: torch.dtype
+    ) -> None:
+        rows = torch.arange(outputs, dtype=exact)
+        step = torch.tensor(1 / factor if factor else length / outputs, dtype=exact)
+        if mode in LINEAR:
+            if corners:
+                step = torch.tensor((length - 1) / (outputs - 1) if outputs > 1 else 0.0, dtype=exact)
+                at = rows * step
+            else:
+                at = ((rows + 0.5) * step - 0.5).clamp_(min=0)
+        else:
+            at = (rows + 0.5) * step if mode == "nearest-exact" else rows * step
+        self.first = at.floor().long().clamp_(max=length - 1)
+        self.second = (self.first + 1).clamp_(max=length - 1) if mode in LINEAR else self.first
+        self.share = (at - self.first).clamp_(0, 1) if mode in LINEAR else None
+
+    def window(self, start: int, stop: int) -> tuple[int, int]:
+        return int(self.first[start]), int(self.second[stop - 1]) + 1
+
+    def take(self, x: torch.Tensor, dim: int, origin: int, start: int, stop: int) -> torch.Tensor:
+        first = x.index_select(dim, self.first[start:stop] - origin)
+        if self.share is None:
+            return first
+        second = x.index_select(dim, self.second[start:stop] - origin)
+        share = self.share[start:stop].to(x.dtype).view([-1 if d == dim else 1 for d in range(x.dim())])
+        return first.lerp(second, share.expand_as(first))
+
+
+def interpolate(
+    course: Any,
+    func: Func,
+    input: Any,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Any:
+    if not isinstance(input, Tile) or mode not in (*LINEAR, *NEAREST) or antialias or min(input.dims) < 2:
+        return NotImplemented
+    spatial = input.dim() - 2
+    factors: list[float | None] = [None] * spatial
+    if size is not None:
+        outputs = list(size) if isinstance(size, (tuple, list)) else [size] * spatial
+    else:
+        given = list(scale_factor) if isinstance(scale_factor, (tuple, list)) else [scale_factor] * spatial
+        outputs = [math.floor(n * f) for n, f in zip(input.shape[2:], given, strict=True)]
+        if not recompute_scale_factor:
+            factors = given
+    axes, lengths = course.grid.axes, input.lengths
+    if any(outputs[dim - 2] < axis.parts for axis, dim in zip(axes, input.dims, strict=True)):
+        return NotImplemented
+    precision = torch.float64 if input.dtype == torch.float64 and mode in LINEAR else torch.float32
+    picked = [
+        Picked(n, outputs[dim - 2], factors[dim - 2], mode, bool(align_corners), precision)
+        for n, dim in zip(lengths, input.dims, strict=True)
+    ]
+    wants = [
+        wanted(ranges(n, axis.parts), [of.window(*own) for own in ranges(outputs[dim - 2], axis.parts)])
+        for n, axis, dim, of in zip(lengths, axes, input.dims, picked, strict=True)
+    ]
+    x = Widened(input, wants).x
+    for axis, dim, of, of_axis in zip(axes, input.dims, picked, wants, strict=True):
+        x = of.take(x, dim, of_axis.need[axis.index][0], *axis.own(outputs[dim - 2]))
+    others = [i for i in range(spatial) if 2 + i not in input.dims]
+    if others:
+        if size is None:
+            exact = [factors[i] if 2 + i not in input.dims else 1.0 for i in range(spatial)]
+            how: dict[str, Any] = {"scale_factor": exact} if not recompute_scale_factor else {}
+        if size is not None or recompute_scale_factor:
+            how = {"size": [outputs[i] if 2 + i not in input.dims else x.size(2 + i) for i in range(spatial)]}
+        x = F.interpolate(x, mode=mode, align_corners=align_corners, **how)
+    return Tile(x, input.dims, tuple(outputs[dim - 2] for dim in input.dims), course)
+
+
+def pixel_shuffle(course: Any, func: Func, input: Any, upscale_factor: int) -> Any:
+    """Channels to pixels: a row becomes several, and where tiles meet one of the rows may be the neighbour's."""
+    if not isinstance(input, Tile) or min(input.dims) < 2:
+        return NotImplemented
+    factor, axes = upscale_factor, course.grid.axes
+    outputs = tuple(n * factor for n in input.lengths)
+    wants = [
+        wanted(ranges(n, axis.parts), [(start // factor, -(-stop // factor)) for start, stop in ranges(m, axis.parts)])
+        for n, m, axis in zip(input.lengths, outputs, axes, strict=True)
+    ]
+    x = func(Widened(input, wants).x, factor)
+    for axis, dim, m, of_axis in zip(axes, input.dims, outputs, wants, strict=True):
+        start, stop = axis.own(m)
+        x = x.narrow(dim, start - of_axis.need[axis.index][0] * factor, stop - start)
+    return Tile(x, input.dims, outputs, course)

@@ -1,0 +1,304 @@
+"""Ops that look at a neighbourhood: convolution, transposed convolution, pooling, padding.
+
+Each works out how many rows it gives, from that which rows this device needs, fetches them with the padding at the
+borders, and runs torch's own op without padding along what is cut. Along the other dims torch pads as ever.
+
+A tensor that is not cut yet is cut here: this is how an image comes to be tiles. The rows that are needed, halo
+included, are then just taken from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from paceline.split.tiles.moving import Widened
+from paceline.split.tiles.tile import Tile
+from paceline.split.tiles.windows import Range, Wants, slid, sliding, spreading
+
+Func = Callable[..., Any]
+Lengths = Sequence[int]
+
+
+class Cut:
+    """One such op on one tensor: whether it is cut, and the rows it needs."""
+
+    def __init__(self, course: Any, func: Func, x: torch.Tensor, spatial: int, outputs: Lengths) -> None:
+        self.course, self.x, self.axes = course, x, course.grid.axes
+        self.dims = tuple(2 + axis.which for axis in self.axes)
+        self.outputs = tuple(outputs)
+        self.possible = self._possible(func, spatial)
+
+    def _possible(self, func: Func, spatial: int) -> bool:
+        shape = self.x.shape
+        if len(shape) != spatial + 2:
+            return self._no(func, f"it is given {len(shape)} dims, give images in batches")
+        for axis in self.axes:
+            if axis.which >= spatial:
+                return self._no(func, "it has one spatial dim, which is cut by rows: give --tiles N")
+            rows, what = shape[2 + axis.which], ("rows", "columns")[axis.which]
+            if min(rows, self.outputs[axis.which]) < axis.parts:
+                return self._no(
+                    func,
+                    f"it makes {self.outputs[axis.which]} {what} of {rows}, too few for {axis.parts} devices: "
+                    f"give at most that many tiles",
+                )
+        if isinstance(self.x, Tile) and self.x.dims != self.dims:
+            self.x = self.course.whole(self.x, func)
+        return True
+
+    def _no(self, func: Func, why: str) -> bool:
+        self.course.cannot_cut(func, why)
+        return False
+
+    def wants(self, make: Callable[[int, int, int, int], Wants]) -> list[Wants]:
+        """By axis, from `make(which spatial dim, input length, output length, parts)`."""
+        return [
+            make(axis.which, self.x.shape[2 + axis.which], self.outputs[axis.which], axis.parts) for axis in self.axes
+        ]
+
+    def run(self, wants: list[Wants], op: Callable[[torch.Tensor], torch.Tensor], value: float = 0.0) -> Tile:
+        """`op` on the rows that are needed."""
+        if isinstance(self.x, Tile):
+            widened = Widened(self.x, wants, value)
+            with widened.kept_small():
+                local = op(widened.x)
+        else:
+            x = self.x
+            if self.course.looking:
+                self.course.looked.cuts_whole(x.numel())
+            for axis, dim, of_axis in zip(self.axes, self.dims, wants, strict=True):
+                start, stop = of_axis.need[axis.index]
+                pads = (of_axis.before[axis.index], of_axis.after[axis.index])
+                x = pad_one(x.narrow(dim, start, stop - start), dim, pads, value)
+            local = op(x)
+        lengths = tuple(self.outputs[axis.which] for axis in self.axes)
+        return Tile(local, self.dims, lengths, self.course)
+
+    def on_whole(self, func: Func, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """It cannot be cut: on all devices alike."""
+        x = self.course.whole(self.x, func) if isinstance(self.x, Tile) else self.x
+        whole: torch.Tensor = func(x, *args, **kwargs)
+        return whole
+
+
+def pad_one(x: torch.Tensor, dim: int, pads: Range, value: float = 0.0) -> torch.Tensor:
+    if not any(pads):
+        return x
+    return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + list(pads), value=value)
+
+
+def each(value: Any, spatial: int) -> tuple[int, ...]:
+    """One number a spatial dim."""
+    given = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    return given * spatial if len(given) == 1 else given
+
+
+# ── convolutions ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def convolve(
+    course: Any,
+    func: Func,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Any:
+    spatial = weight.dim() - 2
+    kernels = tuple(weight.shape[2:])
+    strides, dilations = each(stride, spatial), each(dilation, spatial)
+    pads = _paddings(padding, kernels, dilations)
+    lengths = input.shape[-spatial:]
+    outputs = [slid(*one) for one in zip(lengths, kernels, strides, pads, dilations, strict=True)]
+    cut = Cut(course, func, input, spatial, outputs)
+    if not cut.possible:
+        return cut.on_whole(func, weight, bias, stride, padding, dilation, groups)
+    wants = cut.wants(lambda i, n, m, parts: sliding(n, m, parts, kernels[i], strides[i], pads[i][0], dilations[i]))
+    pads = _uncut(cut, pads)
+
+    def op(x: torch.Tensor) -> torch.Tensor:
+        inner = [min(pair) for pair in pads]
+        for i, (low, high) in enumerate(pads):
+            x = pad_one(x, 2 + i, (low - inner[i], high - inner[i]))  # "same" with an even kernel
+        local: torch.Tensor = func(x, weight, bias, strides, inner, dilations, groups)
+        return local
+
+    return cut.run(wants, op)
+
+
+def _paddings(padding: Any, kernels: Lengths, dilations: Lengths) -> list[Range]:
+    """By spatial dim: before, after."""
+    if padding == "same":
+        totals = [d * (k - 1) for k, d in zip(kernels, dilations, strict=True)]
+        return [(total // 2, total - total // 2) for total in totals]
+    return [(p, p) for p in each(0 if padding == "valid" else padding, len(kernels))]
+
+
+def _uncut(cut: Cut, pads: Sequence[Range]) -> list[Range]:
+    """What is left to torch: along the dims that are cut the padding is there already."""
+    return [(0, 0) if 2 + i in cut.dims else pair for i, pair in enumerate(pads)]
+
+
+def transposed(
+    course: Any,
+    func: Func,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Any:
+    spatial = weight.dim() - 2
+    kernels = weight.shape[2:]
+    strides, dilations = each(stride, spatial), each(dilation, spatial)
+    pads, extra = each(padding, spatial), each(output_padding, spatial)
+    outputs = [
+        (n - 1) * s - 2 * p + d * (k - 1) + e + 1
+        for n, k, s, p, e, d in zip(input.shape[-spatial:], kernels, strides, pads, extra, dilations, strict=True)
+    ]
+    cut = Cut(course, func, input, spatial, outputs)
+    spreads = [
+        spreading(input.shape[2 + i], outputs[i], axis.parts, kernels[i], strides[i], pads[i], dilations[i])
+        for axis, i in ((axis, axis.which) for axis in cut.axes if cut.possible)
+    ]
+    # With strides longer than the kernel some outputs come from no input at all.
+    if not cut.possible or any(start == stop for spread in spreads for start, stop in spread.wants.need):
+        return cut.on_whole(func, weight, bias, stride, padding, output_padding, groups, dilation)
+    is_cut = [2 + i in cut.dims for i in range(spatial)]
+    inner = [0 if cut_here else p for cut_here, p in zip(is_cut, pads, strict=True)]
+    outer = [0 if cut_here else e for cut_here, e in zip(is_cut, extra, strict=True)]
+
+    def op(x: torch.Tensor) -> torch.Tensor:
+        local: torch.Tensor = func(x, weight, None, strides, inner, outer, groups, dilations)
+        for axis, dim, spread in zip(cut.axes, cut.dims, spreads, strict=True):
+            start, stop = axis.own(outputs[axis.which])
+            first = spread.starts[axis.index]
+            # Rows to which no input row adds anything, before the first that has one and after the last.
+            missing = max(0, -first), max(0, first + stop - start - local.size(dim))
+            local = pad_one(local, dim, missing).narrow(dim, max(0, first), stop - start)
+        return local if bias is None else local + bias.view(-1, *[1] * spatial)
+
+    return cut.run([spread.wants for spread in spreads], op)
+
+
+# ── pooling ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def max_pool(
+    course: Any,
+    func: Func,
+    input: torch.Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Any:
+    if return_indices:
+        return NotImplemented
+    spatial = int(func.__name__[-2])
+    kernels, pads, dilations = each(kernel_size, spatial), each(padding, spatial), each(dilation, spatial)
+    strides = kernels if stride is None or stride == [] else each(stride, spatial)
+    lengths = input.shape[-spatial:]
+    outputs = [
+        slid(n, k, s, (p, p), d, ceil_mode)
+        for n, k, s, p, d in zip(lengths, kernels, strides, pads, dilations, strict=True)
+    ]
+    cut = Cut(course, func, input, spatial, outputs)
+    if not cut.possible:
+        return cut.on_whole(func, kernel_size, stride, padding, dilation, ceil_mode)
+    wants = cut.wants(lambda i, n, m, parts: sliding(n, m, parts, kernels[i], strides[i], pads[i], dilations[i]))
+    inner = [0 if 2 + i in cut.dims else p for i, p in enumerate(pads)]
+    lowest = -math.inf if input.is_floating_point() else torch.iinfo(input.dtype).min
+    return cut.run(wants, lambda x: func(x, kernels, strides, inner, dilations, ceil_mode), lowest)
+
+
+def average_pool(
+    course: Any,
+    func: Func,
+    input: torch.Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Any:
+    spatial = int(func.__name__[-2])
+    kernels, pads = each(kernel_size, spatial), each(padding, spatial)
+    strides = kernels if stride is None or stride == [] else each(stride, spatial)
+    lengths = input.shape[-spatial:]
+    outputs = [slid(n, k, s, (p, p), 1, ceil_mode) for n, k, s, p in zip(lengths, kernels, strides, pads, strict=True)]
+    cut = Cut(course, func, input, spatial, outputs)
+    if not cut.possible:
+        more = () if spatial == 1 else (divisor_override,)
+        return cut.on_whole(func, kernel_size, stride, padding, ceil_mode, count_include_pad, *more)
+    wants = cut.wants(lambda i, n, m, parts: sliding(n, m, parts, kernels[i], strides[i], pads[i], 1))
+    # Along the dims that are not cut: padding, and what the last window overhangs.
+    each_dim = list(zip(lengths, outputs, kernels, strides, pads, strict=True))
+    overhangs = [(m - 1) * s + k - n - p for n, m, k, s, p in each_dim]
+    around = _uncut(cut, list(zip(pads, overhangs, strict=True)))
+    counts = [[_counted(o * s - p, k, n, p, count_include_pad) for o in range(m)] for n, m, k, s, p in each_dim]
+
+    def op(x: torch.Tensor) -> torch.Tensor:
+        for i, pair in enumerate(around):
+            x = pad_one(x, 2 + i, pair)
+        mean: torch.Tensor = func(x, kernels, strides)
+        if divisor_override is not None:
+            return mean * (math.prod(kernels) / divisor_override)
+        for i, (k, of_dim) in enumerate(zip(kernels, counts, strict=True)):
+            axis = next((axis for axis in cut.axes if axis.which == i), None)
+            own = of_dim if axis is None else of_dim[slice(*axis.own(len(of_dim)))]
+            if any(count != k for count in own):
+                shape = [-1 if dim == 2 + i else 1 for dim in range(x.dim())]
+                mean = mean * torch.tensor([k / count for count in own], dtype=x.dtype).view(shape)
+        return mean
+
+    return cut.run(wants, op)
+
+
+def _counted(start: int, kernel: int, length: int, padding: int, with_padding: bool) -> int:
+    """How many rows a window is divided by: those in the image, or in the image and its padding."""
+    stop = min(start + kernel, length + padding)
+    return stop - start if with_padding else min(stop, length) - max(start, 0)
+
+
+# ── padding ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def pad(
+    course: Any, func: Func, input: torch.Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
+) -> Any:
+    if not isinstance(input, Tile) or mode != "constant":
+        return NotImplemented
+    amounts = [(pad[i], pad[i + 1]) for i in range(0, len(pad), 2)]
+    pads = [(0, 0)] * (input.dim() - len(amounts)) + amounts[::-1]
+    axes = course.grid.axes
+    outputs = tuple(n + sum(pads[dim]) for n, dim in zip(input.lengths, input.dims, strict=True))
+    if any(m < axis.parts for m, axis in zip(outputs, axes, strict=True)):
+        return NotImplemented
+    fill = 0.0 if value is None else value
+    x = Widened(
+        input,
+        [
+            sliding(n, m, axis.parts, 1, 1, pads[dim][0], 1)
+            for n, m, axis, dim in zip(input.lengths, outputs, axes, input.dims, strict=True)
+        ],
+        fill,
+    ).x
+    for dim, pair in enumerate(pads):
+        if dim not in input.dims:
+            x = pad_one(x, dim, pair, fill)
+    return Tile(x, input.dims, outputs, course)

@@ -1,0 +1,104 @@
+"""Which rows of its input an op needs for some rows of its output. Numbers alone, the same on every device.
+
+Everything is cut evenly: which rows a device has follows from the number of rows. So tensors of the same size are cut
+alike, however they came about, and need not be moved to be added.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from paceline.split.collectives import bounds
+
+Range = tuple[int, int]
+
+
+@lru_cache(maxsize=4096)
+def ranges(length: int, parts: int) -> tuple[Range, ...]:
+    """Which rows every device has.
+
+    >>> ranges(7, 3)
+    ((0, 3), (3, 5), (5, 7))
+    """
+    at = bounds(length, parts)
+    return tuple(itertools.pairwise(at))
+
+
+@dataclass(frozen=True)
+class Wants:
+    """By device: the rows it has, those it needs, and how many lie before the first row and after the last one, where
+    there is only padding."""
+
+    have: tuple[Range, ...]
+    need: tuple[Range, ...]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+    @property
+    def nothing_moves(self) -> bool:
+        return self.have == self.need and not any(self.before) and not any(self.after)
+
+
+def wanted(have: tuple[Range, ...], windows: Sequence[Range]) -> Wants:
+    """From windows that may reach beyond the input.
+
+    >>> wanted(((0, 4), (4, 7)), [(-1, 5), (3, 8)])
+    Wants(have=((0, 4), (4, 7)), need=((0, 5), (3, 7)), before=(1, 0), after=(0, 1))
+    """
+    length = have[-1][1]
+    need, before, after = [], [], []
+    for low, high in windows:
+        start, stop = (min(max(edge, 0), length) for edge in (low, high))
+        need.append((start, stop))
+        before.append(min(max(-low, 0), high - low))
+        after.append(high - low - before[-1] - (stop - start))
+    return Wants(have, tuple(need), tuple(before), tuple(after))
+
+
+@lru_cache(maxsize=4096)
+def sliding(length: int, outputs: int, parts: int, kernel: int, stride: int, before: int, dilation: int) -> Wants:
+    """What a convolution or a pooling needs, `before` rows of padding being in front."""
+    reach = dilation * (kernel - 1) + 1
+    windows = [
+        (start * stride - before, (stop - 1) * stride - before + reach) for start, stop in ranges(outputs, parts)
+    ]
+    return wanted(ranges(length, parts), windows)
+
+
+def slid(length: int, kernel: int, stride: int, padding: Range, dilation: int, ceil: bool = False) -> int:
+    """How many rows a convolution or a pooling gives.
+
+    >>> slid(7, 3, 2, (1, 1), 1), slid(8, 3, 2, (0, 0), 1), slid(8, 3, 2, (0, 0), 1, ceil=True)
+    (4, 3, 4)
+    """
+    room = length + sum(padding) - dilation * (kernel - 1) - 1
+    outputs = room // stride + 1
+    if ceil:
+        outputs = -(-room // stride) + 1
+        if (outputs - 1) * stride >= length + padding[0]:  # a window that would begin in the padding after the end
+            outputs -= 1
+    return outputs
+
+
+@dataclass(frozen=True)
+class Spread:
+    """What a transposed convolution needs, and by device which rows of what it then gives are its own."""
+
+    wants: Wants
+    starts: tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def spreading(length: int, outputs: int, parts: int, kernel: int, stride: int, before: int, dilation: int) -> Spread:
+    """Input row i adds to the output rows from i · stride − before on, every `dilation`-th, `kernel` of them."""
+    reach = dilation * (kernel - 1)
+    windows, starts = [], []
+    for start, stop in ranges(outputs, parts):
+        first = max(0, -(-(start + before - reach) // stride))
+        last = min(length - 1, (stop - 1 + before) // stride)
+        windows.append((first, max(first, last + 1)))
+        starts.append(start - (first * stride - before))
+    return Spread(wanted(ranges(length, parts), windows), tuple(starts))

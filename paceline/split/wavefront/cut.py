@@ -1,0 +1,114 @@
+"""Which recurrent modules of a model are cut, and who has which of their layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+from torch import nn
+
+from paceline.errors import ModelError, StrategyError
+from paceline.owners.models import own_state
+from paceline.split.cut import SAME, WHOLE, Cut, Example, Part
+from paceline.split.peers import Peers
+from paceline.split.values import Wavefront
+from paceline.split.wavefront.calls import Recurrent
+
+
+class WavefrontCut(Cut):
+    """Every recurrent module of several layers is cut; everything else is computed on every device alike."""
+
+    def __init__(self, split: Wavefront, peers: Peers) -> None:
+        super().__init__(peers)
+        self._split = split
+        self._device_of: dict[str, int] = {}  # by parameter of a layer
+
+    def prepare(self, model: nn.Module, example: Example) -> None:
+        model, given = own_state(model), model
+        stacked = self._stacked(model)
+        _check_weights(model, stacked)
+        for name, module in stacked.items():
+            bounds = divide([_cost(module, layer) for layer in range(module.num_layers)], self.peers.count)
+            for device in range(self.peers.count):
+                own = range(bounds[device], bounds[device + 1])
+                for layer in own:
+                    for weight in module._all_weights[layer]:
+                        self._device_of[f"{name}.{weight}" if name else weight] = device
+                if device == self.peers.rank:
+                    recurrent = Recurrent(name or "the model", module, own, self.peers, self._split.time_block)
+                    recurrent.replace_forward(compiled=given is not model)
+
+    def _stacked(self, model: nn.Module) -> dict[str, nn.RNNBase]:
+        found = {name: module for name, module in model.named_modules() if isinstance(module, nn.RNNBase)}
+        for name, module in found.items():
+            if module.bidirectional:
+                raise ModelError(
+                    "wavefront",
+                    name or type(module).__name__,
+                    "it is bidirectional, and its backward direction begins at the end of time, when all blocks of the "
+                    "layer below are done; make it unidirectional, or cut the model by --stages",
+                )
+        stacked = {name: module for name, module in found.items() if module.num_layers > 1}
+        if not stacked:
+            single = f", {next(iter(found))!r} has one" if found else ""
+            raise StrategyError(
+                "wavefront",
+                self._split.parts,
+                "the model has no nn.LSTM, nn.GRU or nn.RNN of several layers (num_layers=2 or more)" + single,
+            )
+        for name, module in stacked.items():
+            if module.num_layers < self.peers.count:
+                raise StrategyError(
+                    "wavefront", self._split.parts, f"{name!r} has {module.num_layers} layers, give at most that many"
+                )
+        return stacked
+
+    def part_of(self, name: str) -> Part:
+        # Gradients of layers are with their device only; all others are the same on all.
+        return WHOLE if self._device_of.get(name, 0) == self.peers.rank else SAME
+
+
+def _check_weights(model: nn.Module, stacked: Mapping[str, nn.RNNBase]) -> None:
+    """A weight of a layer must be a parameter and nobody else's: its gradient is with the layer's device."""
+    holders: dict[nn.Parameter, list[str]] = {}
+    for name, module in model.named_modules():
+        for own, parameter in module._parameters.items():
+            if parameter is not None:
+                holders.setdefault(parameter, []).append(f"{name}.{own}" if name else own)
+    for name, module in stacked.items():
+        for own in module._flat_weights_names:
+            parameter, weight = module._parameters.get(own), f"{name}.{own}" if name else own
+            if parameter is None:
+                expected = "it is computed from other parameters, by weight_norm or the like; give it as one parameter"
+                raise ModelError("wavefront", weight, expected)
+            if len(holders[parameter]) > 1:
+                other = next(holder for holder in holders[parameter] if holder != weight)
+                expected = f"it is {other} as well, and layers on several devices cannot share; give it its own"
+                raise ModelError("wavefront", weight, expected)
+
+
+def _cost(module: nn.RNNBase, layer: int) -> int:
+    """Of a layer: the elements of its matrices."""
+    weights = (getattr(module, name) for name in module._all_weights[layer])
+    return sum(weight.numel() for weight in weights if weight.dim() == 2)
+
+
+def divide(costs: Sequence[int], parts: int) -> list[int]:
+    """Where layers are cut into `parts` of neighbours, one or more each: the dearest part is as cheap as can be.
+
+    >>> divide([3, 1, 1, 1], 2), divide([1, 1, 1, 5], 3)
+    ([0, 1, 4], [0, 1, 3, 4])
+    """
+    up_to = [0, *accumulate(costs)]
+    # By where the parts so far end: what the dearest of them costs, and their bounds.
+    best = {0: (0, [0])}
+    for part in range(1, parts + 1):
+        longer = {}
+        for stop in range(part, len(costs) - parts + part + 1):
+            longer[stop] = min(
+                (max(dearest, up_to[stop] - up_to[start]), [*bounds, stop])
+                for start, (dearest, bounds) in best.items()
+                if start < stop
+            )
+        best = longer
+    return best[len(costs)][1]

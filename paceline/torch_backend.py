@@ -1,0 +1,22 @@
+"""Shared memory for torch's own distributed programs: DistributedDataParallel, DTensor, FSDP, pipelining.
+
+    import paceline.torch_backend
+    paceline.torch_backend.register()
+    torch.distributed.init_process_group("paceline")
+
+The processes of one host then exchange tensors through shared memory, and what is built on torch.distributed need not
+know. Subgroups and device meshes follow the default group.
+"""
+
+from __future__ import annotations
+
+from torch import distributed as dist
+
+from paceline.exchange.process_group import NAME, SharedMemoryGroup
+
+
+def register() -> str:
+    """Make the backend known to torch.distributed, for tensors on the CPU; its name, "paceline". May be repeated."""
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, SharedMemoryGroup, devices=["cpu"])
+    return NAME

@@ -1,0 +1,295 @@
+"""Tiles give what one process gives: outputs, buffers, every gradient, whatever the model is like."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiles_training
+import torch
+from conftest import MAIN, Run, Start
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from paceline.exchange.board import Board
+from paceline.split.peers import BOX_BYTES
+
+MOST_DEVICES = 4
+CLOSE = 1e-9  # tensors are of float64
+
+Measure = Callable[[dict[str, Any]], str | None]
+
+
+def mailboxes(count: int) -> int:
+    descriptor = os.memfd_create("test-peers")
+    os.ftruncate(descriptor, count * count * BOX_BYTES)
+    return descriptor
+
+
+@pytest.fixture(scope="module")
+def measure() -> Iterator[Measure]:
+    """`measure(case)` lets real processes compute a case, and fails unless all are close to one process. The sentence
+    by which all of them refuse it, if they do."""
+    board = Board.create(MOST_DEVICES, supervised=False)
+    descriptors = [board.descriptor, *(mailboxes(count) for count in range(1, MOST_DEVICES + 1))]
+    script = Path(__file__).with_name("tiles_device.py")
+    devices = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(script), str(rank), *map(str, descriptors)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            pass_fds=descriptors,
+        )
+        for rank in range(MOST_DEVICES)
+    ]
+
+    def measured(case: dict[str, Any]) -> str | None:
+        for device in devices:
+            assert device.stdin is not None
+            device.stdin.write(json.dumps(case) + "\n")
+            device.stdin.flush()
+        answers = [json.loads(device.stdout.readline()) for device in devices if device.stdout is not None]
+        answers = answers[: case["rows"] * case["columns"]]
+        failed = [f"device {rank}: {answer['failed']}" for rank, answer in enumerate(answers) if "failed" in answer]
+        assert not failed, min(failed, key=lambda text: "gave up after" in text)  # the others have waited for it
+        if "refused" in answers[0]:
+            (sentence,) = {answer["refused"] for answer in answers}
+            assert isinstance(sentence, str)
+            return sentence
+        for rank, answer in enumerate(answers):
+            for name, distance in answer["distances"].items():
+                assert distance < CLOSE, f"device {rank}: {name} is {distance} away, in {answer['model']}"
+        return None
+
+    yield measured
+    for device in devices:
+        device.communicate(timeout=60)
+        assert device.returncode == 0
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+# ── random models ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def pairs(low: int, high: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(low, high), min_size=2, max_size=2)
+
+
+@st.composite
+def convolutions(draw: st.DrawFn) -> Any:
+    same = draw(st.sampled_from([False, False, True]))
+    options = {
+        "out": draw(st.integers(1, 4)),
+        "kernel_size": draw(pairs(1, 5)),
+        "stride": 1 if same else draw(pairs(1, 3)),
+        "padding": "same" if same else draw(pairs(0, 3)),
+        "dilation": draw(pairs(1, 2)),
+        "bias": draw(st.booleans()),
+        "groups": draw(st.sampled_from(["one", "all"])),
+        "padding_mode": draw(st.sampled_from(["zeros", "zeros", "zeros", "reflect", "circular", "replicate"])),
+    }
+    return "Conv2d", options
+
+
+@st.composite
+def transposed(draw: st.DrawFn) -> Any:
+    stride = draw(st.integers(1, 3))
+    options = {
+        "out": draw(st.integers(1, 3)),
+        "kernel_size": draw(pairs(1, 4)),
+        "stride": stride,
+        "padding": draw(pairs(0, 2)),
+        "output_padding": draw(st.integers(0, stride - 1)),
+        "bias": draw(st.booleans()),
+    }
+    return "ConvTranspose2d", options
+
+
+@st.composite
+def poolings(draw: st.DrawFn) -> Any:
+    kernel = draw(pairs(1, 4))
+    options: dict[str, Any] = {
+        "kernel_size": kernel,
+        "stride": draw(st.none() | pairs(1, 3)),
+        "padding": [draw(st.integers(0, size // 2)) for size in kernel],
+        "ceil_mode": draw(st.booleans()),
+    }
+    kind = draw(st.sampled_from(["MaxPool2d", "AvgPool2d"]))
+    if kind == "MaxPool2d":
+        options["dilation"] = draw(pairs(1, 2))
+    else:
+        options["count_include_pad"] = draw(st.booleans())
+        options["divisor_override"] = draw(st.none() | st.integers(1, 5))
+    return kind, options
+
+
+@st.composite
+def resizings(draw: st.DrawFn) -> Any:
+    if draw(st.integers(0, 3)) == 0:
+        return "PixelShuffle", {"upscale_factor": draw(st.integers(1, 2))}
+    mode = draw(st.sampled_from(["nearest", "nearest-exact", "bilinear", "bilinear", "bicubic"]))
+    options: dict[str, Any] = {"mode": mode}
+    if draw(st.booleans()):
+        options["size"] = draw(pairs(3, 14))
+    else:
+        options["scale_factor"] = draw(st.sampled_from([2.0, 3.0, 1.5, 0.7]))
+    if mode.startswith("bi"):
+        options["align_corners"] = draw(st.booleans())
+    return "Upsample", options
+
+
+FUNCTIONS = "shuffle,half,channels last,weighted,in place,whole map,largest,unknown,softmax,norm,pad,where,where am I"
+
+others = st.one_of(
+    st.tuples(st.just("BatchNorm2d"), st.fixed_dictionaries({"momentum": st.sampled_from([0.1, None])})),
+    st.tuples(st.just("InstanceNorm2d"), st.fixed_dictionaries({"affine": st.booleans()})),
+    st.sampled_from(
+        [
+            ("GroupNorm", {}),
+            ("PReLU", {}),
+            ("ReLU", {}),
+            ("ReLU", {"inplace": True}),
+            ("GELU", {}),
+            ("Dropout", {"p": 0.4}),
+            ("Dropout", {"p": 0.4, "inplace": True}),
+            ("Dropout2d", {"p": 0.4}),
+            ("LocalResponseNorm", {"size": 3}),
+            ("Squeeze", {"way": "pool"}),
+            ("Squeeze", {"way": "mean"}),
+            ("BatchNorm2d", {"track_running_stats": False}),
+        ]
+    ),
+    st.tuples(st.just("Function"), st.fixed_dictionaries({"name": st.sampled_from(FUNCTIONS.split(","))})),
+)
+simple = st.one_of(convolutions(), convolutions(), poolings(), resizings(), transposed(), others, others)
+branches = st.tuples(
+    st.just("Residual"),
+    st.fixed_dictionaries(
+        {"layers": st.lists(simple, min_size=1, max_size=3), "joined": st.sampled_from(["add", "cat"])}
+    ),
+)
+first = convolutions() | poolings()
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> dict[str, Any]:
+    rows, columns = draw(st.sampled_from([(2, 1), (2, 1), (3, 1), (1, 2), (2, 2), (4, 1)]))
+    return {
+        "rows": rows,
+        "columns": columns,
+        "seed": draw(st.integers(0, 9)),
+        "shape": [draw(st.integers(1, 2)), draw(st.integers(1, 4)), *draw(pairs(4, 17))],
+        "layers": [draw(first), *draw(st.lists(simple | branches, max_size=5))],
+        "head": draw(st.sampled_from(["dense", "flatten", "pool", "grid"])),
+        "input_wanted": draw(st.booleans()),
+        "last": draw(st.integers(0, 4)) == 0,
+    }
+
+
+@given(cases())
+@settings(max_examples=40, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+def test_any_stack_gives_what_one_process_gives(measure: Measure, case: dict[str, Any]) -> None:
+    sentence = measure(case)
+    assert sentence is None or "too few for" in sentence
+
+
+# ── real runs ────────────────────────────────────────────────────────────────────────────────────────────────
+
+SCRIPT = Path(__file__).with_name("tiles_training.py")
+
+
+@pytest.fixture(scope="module")
+def alone(start: Start) -> Callable[[float], Run]:
+    """One process, with so much dropout."""
+    runs = {dropout: start(SCRIPT, None, f"--dropout {dropout}") for dropout in (0.0, 0.3)}
+    return lambda dropout: runs[dropout].fine()
+
+
+# Replicas draw masks of their own, so with several of them nothing is dropped.
+@pytest.mark.parametrize(
+    ("flags", "dropout"), [("--tiles 2", 0.3), ("--tiles 2x2", 0.3), ("--tiles 2 --replicas 2", 0.0)]
+)
+def test_a_run_gives_the_losses_and_the_checkpoint_of_one_process(
+    flags: str, dropout: float, start: Start, alone: Callable[[float], Run]
+) -> None:
+    run, reference = start(SCRIPT, flags, f"--dropout {dropout}").fine(), alone(dropout)
+    for key in ("losses", "before", "after"):
+        assert run.told(key) == pytest.approx(reference.told(key), rel=1e-4), key
+    assert len(set(run.told("losses"))) == 6
+    saved, expected = (load_file(each.folder / "model.safetensors") for each in (run, reference))
+    model = tiles_training.make()
+    model.load_state_dict(saved, strict=True)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=2e-5, msg=lambda text, name=name: name + text)
+    run.assert_nothing_left()
+
+
+def test_verify_finds_no_difference(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MAIN, "verify", str(SCRIPT), "--tiles", "2"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# ── bad input ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def refused(measure: Measure, layers: list[Any], **changed: Any) -> str:
+    case = {"rows": 2, "columns": 1, "seed": 0, "shape": [1, 2, 6, 6], "layers": layers, "head": "pool"}
+    sentence = measure({**case, "input_wanted": False, "last": False, **changed})
+    assert sentence is not None
+    return sentence
+
+
+def test_more_tiles_than_rows_are_refused(measure: Measure) -> None:
+    conv = ["Conv2d", {"out": 2, "kernel_size": 3, "padding": 1}]
+    sentence = refused(measure, [conv], shape=[1, 2, 3, 9], rows=4)
+    assert sentence == (
+        "tiles is '4x1': conv2d in 0 (Conv2d) cannot be cut, it makes 3 rows of 3, too few for 4 devices: "
+        "give at most that many tiles"
+    )
+
+
+def test_columns_of_what_has_only_rows_are_refused(measure: Measure) -> None:
+    sentence = refused(measure, [], shape=[2, 3, 8], head="sequence", rows=2, columns=2)
+    assert sentence == (
+        "tiles is '2x2': conv1d in 0 (Conv1d) cannot be cut, it has one spatial dim, which is cut by rows: "
+        "give --tiles N"
+    )
+
+
+def test_a_model_without_images_is_refused(measure: Measure) -> None:
+    sentence = refused(measure, [], shape=[2, 6], head="flat")
+    assert sentence == (
+        "model is 'Sequential': it has no convolution or pooling, so no image to cut into tiles 2x1, only Linear, "
+        "ReLU: leave out --tiles"
+    )
+
+
+def test_an_op_that_changes_a_part_of_a_tile_in_place_is_refused_by_name(measure: Measure) -> None:
+    conv = ["Conv2d", {"out": 2, "kernel_size": 3}]
+    sentence = refused(measure, [conv, ["Function", {"name": "assigned"}]])
+    assert sentence == (
+        "tiles is '__setitem__ in 1 (Function)': it changes a part of an image in place, which cannot be cut: "
+        "write it without, or leave out --tiles"
+    )
+
+
+def test_sequences_and_volumes_are_cut_along_their_first_dims(measure: Measure) -> None:
+    for head, shape in (("sequence", [2, 3, 17]), ("volume", [1, 2, 7, 6, 5])):
+        case = {"rows": 2, "columns": 1, "seed": 0, "shape": shape, "layers": [], "head": head, "input_wanted": True}
+        assert measure({**case, "last": False}) is None

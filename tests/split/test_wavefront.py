@@ -1,0 +1,290 @@
+"""A wavefront gives what one process gives: outputs, final states, every gradient, whatever the module is like."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import MAIN, Run, Start
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import nn
+
+from paceline.errors import InvalidInput
+from paceline.exchange.board import Board
+from paceline.memory.arena import Arena
+from paceline.split.peers import BOX_BYTES, Peers
+from paceline.split.values import Wavefront
+from paceline.split.wavefront import WavefrontCut
+from paceline.split.wavefront.cut import divide
+
+MOST_DEVICES = 3
+CLOSE = {"float64": 1e-9, "float32": 1e-4}
+
+Measure = Callable[[dict[str, Any]], None]
+
+
+def mailboxes(count: int) -> int:
+    descriptor = os.memfd_create("test-peers")
+    os.ftruncate(descriptor, count * count * BOX_BYTES)
+    return descriptor
+
+
+@pytest.fixture(scope="module")
+def measure() -> Iterator[Measure]:
+    """`measure(case)` lets real processes compute a case, and fails unless all are close to one process."""
+    board = Board.create(MOST_DEVICES, supervised=False)
+    descriptors = [board.descriptor, *(mailboxes(count) for count in range(1, MOST_DEVICES + 1))]
+    script = Path(__file__).with_name("wavefront_device.py")
+    devices = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), *map(str, descriptors)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            pass_fds=descriptors,
+        )
+        for rank in range(MOST_DEVICES)
+    ]
+
+    def measured(case: dict[str, Any]) -> None:
+        for device in devices:
+            assert device.stdin is not None
+            device.stdin.write(json.dumps(case) + "\n")
+            device.stdin.flush()
+        answers = [json.loads(device.stdout.readline()) for device in devices if device.stdout is not None]
+        for rank, answer in enumerate(answers):
+            assert "failed" not in answer, f"device {rank}: {answer['failed']}"
+            for name, distance in answer.get("distances", {}).items():
+                assert distance is not None, f"device {rank} has no {name}, or one process has none"
+                assert distance < CLOSE[case["dtype"]], f"device {rank}: {name} is {distance} away"
+        assert sum("distances" in answer for answer in answers) == case["devices"]
+
+    yield measured
+    for device in devices:
+        device.communicate(timeout=60)
+        assert device.returncode == 0
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> dict[str, Any]:
+    kind = draw(st.sampled_from(["LSTM", "GRU", "RNN"]))
+    devices = draw(st.integers(1, MOST_DEVICES))
+    hidden, batch, length = draw(st.integers(2, 5)), draw(st.integers(0, 3)), draw(st.integers(1, 9))
+    layers = draw(st.integers(max(2, devices), 5))
+    lengths = st.lists(st.integers(1, length), min_size=batch, max_size=batch) if batch else st.just([])
+    return {
+        "kind": kind,
+        "devices": devices,
+        "layers": layers,
+        "input": draw(st.integers(1, 6)),
+        "hidden": hidden,
+        "proj": draw(st.integers(0, hidden - 1)) if kind == "LSTM" else 0,
+        "nonlinearity": draw(st.sampled_from(["tanh", "relu"])),
+        "bias": draw(st.booleans()),
+        "batch_first": draw(st.booleans()),
+        "dropout": draw(st.sampled_from([0.0, 0.0, 0.4, 1.0])),
+        "training": draw(st.booleans()),
+        "batch": batch,  # 0: the input has no such dim
+        "length": length,
+        "lengths": draw(st.one_of(st.just([]), lengths)),  # none: not packed
+        "time_block": draw(st.integers(1, 10)),
+        "states": draw(st.booleans()),
+        "states_wanted": draw(st.booleans()),
+        "input_wanted": draw(st.booleans()),
+        "frozen": draw(st.lists(st.integers(0, layers - 1), max_size=2, unique=True)),
+        "used": draw(st.sampled_from(["output", "finals", "both"])),
+        "grad": draw(st.sampled_from([True, True, True, False])),
+        "dtype": draw(st.sampled_from(list(CLOSE))),
+        "seed": draw(st.integers(0, 1000)),
+    }
+
+
+@given(case=cases())
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_tensor_is_that_of_one_process(measure: Measure, case: dict[str, Any]) -> None:
+    measure(case)
+
+
+# ── whole runs ───────────────────────────────────────────────────────────────────────────────────────────────
+
+TRANSLATE = Path(__file__).with_name("translate.py")
+
+
+@pytest.fixture(scope="module")
+def one_process(start: Start) -> Run:
+    return start(TRANSLATE, None, "--dropout 0.2").fine()
+
+
+@pytest.fixture(scope="module")
+def in_waves(start: Start) -> Run:
+    return start(TRANSLATE, "--wavefront 2 --time-block 2", "--dropout 0.2").fine()
+
+
+def test_an_encoder_and_decoder_with_dropout_train_as_in_one_process(one_process: Run, in_waves: Run) -> None:
+    for device in range(2):
+        assert in_waves.told("losses", device) == pytest.approx(one_process.told("losses"), rel=1e-5)
+        assert in_waves.told("right", device) == pytest.approx(one_process.told("right"), rel=1e-5)
+    expected, got = (load_file(run.folder / "end.safetensors") for run in (one_process, in_waves))
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(got[name], tensor, rtol=1e-4, atol=1e-5)
+    in_waves.assert_nothing_left()
+
+
+def test_what_was_saved_resumes_in_one_process(start: Start, in_waves: Run, tmp_path: Path) -> None:
+    for path in in_waves.folder.glob("translator.*"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    resumed = start(TRANSLATE, None, "--dropout 0.2 --resume", folder=tmp_path).fine()
+    assert resumed.told("losses") == pytest.approx(in_waves.told("losses")[3:], rel=1e-5)
+    assert resumed.told("right") == pytest.approx(in_waves.told("right"), rel=1e-5)
+
+
+def test_two_replicas_of_two_devices_are_verified(tmp_path: Path) -> None:
+    flags = ["--wavefront", "2", "--replicas", "2", "--time-block", "3", "--steps", "3", "--json"]
+    verified = Run(tmp_path, sys.executable, "-c", MAIN, "verify", str(TRANSLATE), *flags).fine()
+    verdict = json.loads(verified.out.splitlines()[-1])
+    assert verdict["equal"]
+
+
+# ── what cannot be cut ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def peers() -> Iterator[Callable[[int], Peers]]:
+    """`peers(count)`: the first of so many devices, of which only this one is there."""
+    made: list[Peers] = []
+
+    def make(count: int) -> Peers:
+        board = Board.create(count, supervised=False)
+        made.append(Peers(Arena.of(mailboxes(count)), board, 0, 0, count, 1.0))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def model(**modules: nn.Module) -> nn.ModuleDict:
+    return nn.ModuleDict(modules)
+
+
+def tied() -> nn.Module:
+    found = model(low=nn.GRU(4, 4, 2), high=nn.GRU(4, 4, 2))
+    found["high"].weight_hh_l1 = found["low"].weight_hh_l0
+    return found
+
+
+BIDIRECTIONAL = (
+    "it is bidirectional, and its backward direction begins at the end of time, when all blocks of the layer below are "
+    "done; make it unidirectional, or cut the model by --stages"
+)
+NOT_STACKED = "wavefront is 2: the model has no nn.LSTM, nn.GRU or nn.RNN of several layers (num_layers=2 or more)"
+
+
+@pytest.mark.parametrize(
+    ("make", "parts", "sentence"),
+    [
+        (lambda: model(rnn=nn.LSTM(3, 4, 2, bidirectional=True)), 2, f"wavefront is 'rnn': {BIDIRECTIONAL}"),
+        (
+            lambda: model(low=nn.GRU(3, 4, bidirectional=True), high=nn.GRU(8, 4, 2)),
+            2,
+            f"wavefront is 'low': {BIDIRECTIONAL}",
+        ),
+        (lambda: model(fc=nn.Linear(3, 4)), 2, NOT_STACKED),
+        (lambda: model(rnn=nn.LSTM(3, 4)), 2, f"{NOT_STACKED}, 'rnn' has one"),
+        (
+            lambda: model(encoder=nn.LSTM(3, 4, 4), decoder=nn.RNN(3, 4, 2)),
+            3,
+            "wavefront is 3: 'decoder' has 2 layers, give at most that many",
+        ),
+        (
+            tied,
+            2,
+            "wavefront is 'low.weight_hh_l0': it is high.weight_hh_l1 as well, and layers on several devices cannot "
+            "share; give it its own",
+        ),
+        (
+            lambda: model(rnn=nn.utils.parametrizations.weight_norm(nn.LSTM(3, 4, 2), "weight_hh_l0")),
+            2,
+            "wavefront is 'rnn.weight_hh_l0': it is computed from other parameters, by weight_norm or the like; "
+            "give it as one parameter",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_cut_so_is_refused_with_a_sentence(
+    make: Callable[[], nn.Module], parts: int, sentence: str, peers: Callable[[int], Peers]
+) -> None:
+    cut = WavefrontCut(Wavefront(parts=parts), peers(parts))
+    with pytest.raises(InvalidInput) as refused:
+        cut.prepare(make(), ((), {}))
+    assert str(refused.value) == sentence
+
+
+def test_a_call_that_cannot_be_cut_so_is_refused_with_a_sentence(peers: Callable[[int], Peers]) -> None:
+    cut_model = model(rnn=nn.LSTM(3, 4, 2))
+    WavefrontCut(Wavefront(parts=1), peers(1)).prepare(cut_model, ((), {}))
+    with torch.autocast("cpu"), pytest.raises(InvalidInput, match=r"autocast is 'on': .* comes to rnn$"):
+        cut_model["rnn"](torch.zeros(2, 1, 3))
+    with pytest.raises(InvalidInput, match="input is 'empty': give rnn sequences of one step or more"):
+        cut_model["rnn"](torch.zeros(0, 1, 3))
+
+
+def test_a_run_that_cannot_be_cut_so_ends_with_that_sentence(start: Start) -> None:
+    script = """
+import torch, paceline as pl
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 1)
+trainer = pl.Trainer(model, torch.optim.SGD(model.parameters(), 0.1), lambda model, x: model(x).square().mean())
+for batch in trainer.batches(torch.zeros(4, 3), batch_size=2):
+    trainer.step(batch)
+"""
+    run = start(script, "--wavefront 2").end()
+    assert run.code != 0
+    assert run.sentence.endswith(NOT_STACKED)
+
+
+def test_a_model_that_is_cut_again_uses_the_new_devices(peers: Callable[[int], Peers]) -> None:
+    cut_model = model(rnn=nn.GRU(3, 4, 2))
+    whole = cut_model["rnn"].forward
+    for _ in range(2):
+        WavefrontCut(Wavefront(parts=1, time_block=2), peers(1)).prepare(cut_model, ((), {}))
+    assert cut_model["rnn"].forward != whole
+    assert cut_model["rnn"].forward.whole == whole
+
+
+def test_a_batch_without_samples_is_one(peers: Callable[[int], Peers]) -> None:
+    cut_model = model(rnn=nn.GRU(3, 4, 2))
+    WavefrontCut(Wavefront(parts=1, time_block=2), peers(1)).prepare(cut_model, ((), {}))
+    output, final = cut_model["rnn"](torch.zeros(5, 0, 3))
+    output.sum().backward()
+    assert (output.shape, final.shape) == ((5, 0, 4), (2, 0, 4))
+    assert not cut_model["rnn"].weight_hh_l1.grad.any()
+
+
+@given(costs=st.lists(st.integers(0, 9), min_size=1, max_size=7), data=st.data())
+def test_layers_are_divided_so_that_the_dearest_part_is_as_cheap_as_can_be(
+    costs: list[int], data: st.DataObject
+) -> None:
+    parts = data.draw(st.integers(1, len(costs)))
+
+    def dearest(bounds: tuple[int, ...]) -> int:
+        return max(sum(costs[start:stop]) for start, stop in itertools.pairwise(bounds))
+
+    bounds = divide(costs, parts)
+    assert len(bounds) == parts + 1
+    assert all(start < stop for start, stop in itertools.pairwise(bounds))
+    assert (bounds[0], bounds[-1]) == (0, len(costs))
+    cuts = itertools.combinations(range(1, len(costs)), parts - 1)
+    assert dearest(tuple(bounds)) == min(dearest((0, *inner, len(costs))) for inner in cuts)
