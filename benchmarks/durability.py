@@ -1,7 +1,7 @@
-"""What it costs that an update is in a log before it is acknowledged: push and pull with `--durability none` and `log`.
+"""What it costs that an update is in a log, or on another server, before it is acknowledged: push and pull alone.
 
-Nothing is computed, so this is the price at its highest: a step is as long as it takes to write what is needed to make
-it again.
+Nothing is computed, so this is the price at its highest: a step is as long as it takes to write, or to send, what is
+needed to make it again; and with `--durability replica` every server makes another one's steps as well.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from functools import partial
 from benchmarks.measure import Claim, Result, Setting, per_round, time_in_turns
 from benchmarks.servers import Size
 
-TITLE = "Push and pull with and without a log, plain SGD, 2 replicas, 1 server"
+TITLE = "Push and pull with and without durability, plain SGD, 2 replicas, 2 servers"
 REPLICAS = 2
-KINDS = ("none", "log")
+SERVERS = ("--servers", "2")  # the least with which there is another
+KINDS = ("none", "log", "replica")
 RULES = {"sync": (), "async": ("--async",)}
 SIZES = {
     "full": {
@@ -29,7 +30,7 @@ SIZES = {
 def run(setting: Setting) -> Result:
     sizes = SIZES[setting.scale]
     contestants: dict[str, Callable[[], float]] = {
-        _named(what, rule, kind): partial(_step_ms, size, *RULES[rule], "--durability", kind)
+        _named(what, rule, kind): partial(_step_ms, size, *SERVERS, *RULES[rule], "--durability", kind)
         for what, size in sizes.items()
         for rule in RULES
         for kind in KINDS
@@ -37,11 +38,12 @@ def run(setting: Setting) -> Result:
     series = time_in_turns(contestants, setting, "ms a step of a replica")
     claims = [
         Claim(
-            text=f"Push and pull of {what}, {rule}: step with a log over that without",
-            rounds=per_round(series[_named(what, rule, "log")], series[_named(what, rule, "none")]),
+            text=f"Push and pull of {what}, {rule}: step with --durability {kind} over that with none",
+            rounds=per_round(series[_named(what, rule, kind)], series[_named(what, rule, "none")]),
         )
         for what in sizes
         for rule in RULES
+        for kind in KINDS[1:]
     ]
     return Result(title=TITLE, series=tuple(series.values()), claims=tuple(claims))
 

@@ -77,7 +77,7 @@ class Size:
 Way = Callable[[Size, Sequence[str]], list[Process]]
 
 SIZES = {
-    "full": Size(width=256, depth=8, length=64, batch_size=32, micro_batches=8, steps=8, warm_up=2),
+    "full": Size(width=256, depth=8, length=128, batch_size=32, micro_batches=8, steps=6, warm_up=2),
     "quick": Size(width=128, depth=8, length=32, batch_size=16, micro_batches=8, steps=5, warm_up=2),
     "tiny": Size(width=16, depth=2, length=4, batch_size=4, micro_batches=2, steps=2, warm_up=1),
 }

@@ -78,8 +78,8 @@ class Centralized(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         one_of("wire", self.wire, WIRES)
         one_of("exchange", self.exchange, SERVER_EXCHANGES)
         one_of("durability", self.durability, DURABILITIES)
-        if self.durability == "replica":
-            raise StrategyError("durability", "replica", "servers do not keep copies of one another yet; give log")
+        if self.durability == "replica" and self.servers < 2:
+            raise StrategyError("durability", "replica", "it needs another server, give --servers 2 or more, or log")
         if self.warmup_steps < 0 or self.warmup_epochs < 0:
             raise StrategyError("warmup", min(self.warmup_steps, self.warmup_epochs), "give a number from 0 up")
         if not self.timeout_s > 0:

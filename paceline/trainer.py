@@ -133,16 +133,28 @@ class Trainer:
     @property
     def rule(self) -> Rule:
         """When servers close a step. May be set at any time, by any replica: it holds for all."""
-        rule: Rule = self._rules().rule
+        rule: Rule = self._of_servers("rule").rule
         return rule
 
     @rule.setter
     def rule(self, rule: Rule) -> None:
-        self._rules().rule = rule
+        self._of_servers("rule").rule = rule
 
-    def _rules(self) -> Any:
-        if not hasattr(self._course, "rule"):
-            raise StrategyError("rule", "set", "only servers have one; start with `paceline run SCRIPT --servers 1`")
+    @property
+    def accepting(self) -> int:
+        """How many gradients make a step now: with `--accept auto` that changes, and so it does when replicas die."""
+        accepting: int = self._of_servers("accepting").accepting
+        return accepting
+
+    @property
+    def staleness(self) -> dict[int, int]:
+        """How many gradients had which staleness: steps that were made between their pull and their push."""
+        staleness: dict[int, int] = self._of_servers("staleness").staleness
+        return staleness
+
+    def _of_servers(self, field: str) -> Any:
+        if not hasattr(self._course, field):
+            raise StrategyError(field, "set", "only servers have one; start with `paceline run SCRIPT --servers 1`")
         return self._course
 
     # ── training ─────────────────────────────────────────────────────────────────────────────────────────

@@ -38,12 +38,6 @@ class Centre(nn.Module):
         return x - self._mean
 
 
-def staleness(trainer: pl.Trainer) -> dict[str, int]:
-    """From the chief's books, which `paceline container show` prints."""
-    books = trainer._course._engine.books()
-    return books["staleness"]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lr", type=float, default=0.5)
@@ -68,7 +62,7 @@ def main() -> None:
             trainer.step(batch)
         curve.append((epoch * len(train_set[0]), trainer.evaluate(test_set, digits.accuracy)))
     if trainer.chief:
-        options.out.write_text(json.dumps({"curve": curve, "staleness": staleness(trainer)}))
+        options.out.write_text(json.dumps({"curve": curve, "staleness": trainer.staleness}))
 
 
 if __name__ == "__main__":

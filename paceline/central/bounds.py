@@ -10,15 +10,21 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from paceline.central.chief import Chief, Close
-from paceline.central.protocol import Ask, Open
+from paceline.central.protocol import Ask, Open, Settings
+from paceline.central.records import AnyRecord, Made, Members, Pulled, Pushed, RowsPut, TaskResult
 from paceline.central.shards import DTYPES, MAP_VERSION, Option, Spec
 from paceline.errors import InvalidInput, PacelineError
 from paceline.launch.place import check_container
 from paceline.rules import Sync
 from paceline.strategy import DURABILITIES, one_of
+
+if TYPE_CHECKING:
+    from paceline.central.container import Container
 
 MOST_SERVERS = 1024
 MOST_REPLICAS = 1 << 14
@@ -28,6 +34,7 @@ MOST_CHAPTERS = 1 << 16
 MOST_EPOCHS = 1 << 20
 MOST_COUNT = 1 << 53  # of steps, samples: whatever is counted one by one
 MOST_TASK_NAME = 200
+MOST_INCARNATION = (1 << 63) - 1
 
 _NUMBERS = (int, float)
 
@@ -46,16 +53,11 @@ def check_open(request: Open) -> None:
     """Before anything is allocated for a container."""
     check_container(request.container)
     settings = request.settings
-    check_count("replicas", settings.replicas, MOST_REPLICAS, 1)
+    check_settings(settings)
     check_place(request.replica, settings.replicas)
-    check_count("incarnation", request.incarnation, (1 << 63) - 1)
-    for field, value in (("warmup-steps", settings.warmup_steps), ("warmup-epochs", settings.warmup_epochs)):
-        check_count(field, value)
-    one_of("durability", settings.durability, DURABILITIES)
-    if not 0 < settings.timeout_s <= MOST_TIMEOUT_S:
-        raise InvalidInput("timeout", settings.timeout_s, "give a number of seconds above 0")
-    if settings.clip_norm is not None and not settings.clip_norm > 0:
-        raise InvalidInput("clip_norm", settings.clip_norm, "give a number above 0, or None")
+    check_count("incarnation", request.incarnation, MOST_INCARNATION)
+    if settings.durability == "replica" and request.spec.servers < 2:
+        raise InvalidInput("durability", "replica", "it needs another server, give 2 or more, or log")
     check_spec(request.spec)
     if len(request.addresses) != request.spec.servers or not 0 <= request.server < request.spec.servers:
         raise PacelineError(
@@ -64,6 +66,17 @@ def check_open(request: Open) -> None:
         )
     if request.checks and len(request.checks) != len(request.spec.tensors):
         raise PacelineError(f"{len(request.checks)} checksums do not fit {len(request.spec.tensors)} parameters")
+
+
+def check_settings(settings: Settings) -> None:
+    check_count("replicas", settings.replicas, MOST_REPLICAS, 1)
+    for field, value in (("warmup-steps", settings.warmup_steps), ("warmup-epochs", settings.warmup_epochs)):
+        check_count(field, value)
+    one_of("durability", settings.durability, DURABILITIES)
+    if not 0 < settings.timeout_s <= MOST_TIMEOUT_S:
+        raise InvalidInput("timeout", settings.timeout_s, "give a number of seconds above 0")
+    if settings.clip_norm is not None and not settings.clip_norm > 0:
+        raise InvalidInput("clip_norm", settings.clip_norm, "give a number above 0, or None")
 
 
 def check_spec(spec: Spec) -> None:
@@ -144,6 +157,75 @@ def _alike(value: Option, known: Option) -> bool:
 
 def _is_number(value: Option) -> bool:
     return isinstance(value, _NUMBERS) and not isinstance(value, bool)
+
+
+def check_kept(name: str, server: int, notes: Mapping[str, Any]) -> None:
+    """The notes of a copy of another server's share, before anything is allocated for it."""
+    check_container(name)
+    spec = msgspec.json.decode(notes["spec"], type=Spec)
+    settings = msgspec.json.decode(notes["settings"], type=Settings)
+    check_spec(spec)
+    check_settings(settings)
+    if (notes["name"], notes["server"]) != (name, server) or not 0 <= server < spec.servers:
+        raise PacelineError(f"this is no copy of server {server}'s share of container {name!r}")
+    if len(msgspec.convert(notes["addresses"], list[str])) != spec.servers:
+        raise PacelineError(f"{len(notes['addresses'])} addresses do not fit {spec.servers} servers")
+    check_count("step", notes["step"])
+    for replica, _ in (*notes["incarnations"], *notes["used"]):
+        check_place(replica, settings.replicas)
+    for given in notes["waiting"]:
+        pushed = msgspec.convert(given, Pushed)
+        check_place(pushed.replica, settings.replicas)
+        _check_rows(pushed.rows, len(spec.tables))
+    if server == 0:
+        read_books(json.dumps(notes["chief"]["books"]).encode())
+        for replica, _ in notes["chief"]["members"]:
+            check_place(replica, settings.replicas)
+
+
+def check_record(record: AnyRecord, container: Container) -> None:
+    """What has happened to another server's share, before it happens to the copy of that."""
+    replicas = container.settings.replicas
+    match record:
+        case Pushed():
+            check_place(record.replica, replicas)
+            check_count("incarnation", record.incarnation, MOST_INCARNATION)
+            _check_rows(record.rows, len(container.tables))
+        case Pulled():
+            check_place(record.replica, replicas)
+        case RowsPut():
+            if not 0 <= record.table < len(container.tables):
+                raise PacelineError(f"table {record.table} does not exist: there are {len(container.tables)}")
+            check_count("start", record.start)
+        case Made():
+            check_close(record.close, replicas)
+            check_options(record.options, container.spec.optimizer.groups)
+            if record.chapter is not None:
+                _check_counted(record.close, *record.chapter)
+        case TaskResult():
+            check_task(record.name, 0)
+        case Members():
+            for replica, incarnation in record.members.items():
+                check_place(replica, replicas)
+                check_count("incarnation", incarnation, MOST_INCARNATION)
+
+
+def _check_rows(counts: Sequence[int], tables: int) -> None:
+    if len(counts) not in (0, tables) or min(counts, default=0) < 0:
+        raise PacelineError(f"rows {list(counts)} do not fit {tables} tables")
+
+
+def _check_counted(close: Close, length: int, batch_size: int, left_out: int) -> None:
+    """The samples of a step, as the books will have them."""
+    check_count("chapter", close.chapter, MOST_CHAPTERS)
+    check_count("dataset length", length)
+    check_count("batch_size", batch_size, least=1)
+    check_count("left_out", left_out, length)
+    for accepted in close.accepted:
+        check_count("epochs", accepted.epoch, MOST_EPOCHS)
+        for start, stop in accepted.runs:
+            check_count("sample", stop, length)
+            check_count("sample", start, stop)
 
 
 def read_books(data: bytes) -> dict[str, Any]:

@@ -15,18 +15,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import msgspec
 import torch
 
 from paceline.central.bounds import check_close, check_options, check_place
 from paceline.central.chief import Accepted, Close
 from paceline.central.jobs import together
-from paceline.central.journal import Journal, Made, Pulled, Pushed, RowsPut, packed, sealed
+from paceline.central.journal import Journal
+from paceline.central.peer_journal import PeerJournal
 from paceline.central.protocol import Settings
+from paceline.central.records import Made, Pulled, Pushed, RowsPut, packed
 from paceline.central.shards import Option, Shards, Spec, make_optimizer, restored_options
 from paceline.central.tables import Rows, Table, TableCopy
-from paceline.errors import CheckpointError, PacelineError
-from paceline.exchange.wire import wire
+from paceline.errors import PacelineError
 from paceline.memory.layout import Chunk, Layout
 from paceline.memory.server_arena import ServerArena
 from paceline.owners.optimizer import ShardOptimizer
@@ -95,13 +95,13 @@ class Container:
         self._sums = torch.zeros(self.layout.bytes if settings.recording else 0, dtype=torch.uint8)
         self._last_touched: list[int] = []
         self.tables = [Table(table, spec.optimizer.name, server, spec.servers) for table in spec.tables]
-        self._rows: dict[int, list[Rows]] = {}  # by replica: its gradients for the tables
-        self._staged: dict[int, int] = {}  # by replica: the ticket whose gradient is here
-        self._used: dict[int, int] = {}  # by replica: the last ticket that went into a step
-        self._incarnations: dict[int, int] = {}  # the newest of each replica
-        self._not_pulled: set[int] = set()  # replicas of which it is not known what they computed on
+        self.rows: dict[int, list[Rows]] = {}  # by replica: its gradients for the tables
+        self.staged: dict[int, int] = {}  # by replica: the ticket whose gradient is here
+        self.used: dict[int, int] = {}  # by replica: the last ticket that went into a step
+        self.incarnations: dict[int, int] = {}  # the newest of each replica
+        self.not_pulled: set[int] = set()  # replicas of which it is not known what they computed on
         self.addresses: list[str] = []  # of all servers
-        self.journal: Journal | None = None  # where everything is noted before it is acknowledged
+        self.journal: Journal | PeerJournal | None = None  # where everything is noted before it is acknowledged
         self._frozen: dict[int, Frozen] = {}
 
     @property
@@ -141,7 +141,7 @@ class Container:
             self._make_optimizer()
             self._take_state(state)
             self._sums = torch.zeros(self.layout.bytes if settings.recording else 0, dtype=torch.uint8)
-            for of_run in (self._staged, self._used, self._rows, self._incarnations):
+            for of_run in (self.staged, self.used, self.rows, self.incarnations):
                 of_run.clear()
             self.reopened = self.filled
 
@@ -167,27 +167,27 @@ class Container:
 
     def admit(self, replica: int, incarnation: int) -> None:
         """A process takes the place of `replica`: older ones are not listened to any more."""
-        self._incarnations[replica] = max(incarnation, self._incarnations.get(replica, 0))
+        self.incarnations[replica] = max(incarnation, self.incarnations.get(replica, 0))
 
     def push(self, pushed: Pushed, rows: list[Rows], *, shared: bool) -> None:
         """A gradient lies in its replica's place now; `shared`: and what it was computed on in its own."""
         replica = pushed.replica
-        if pushed.incarnation < self._incarnations.get(replica, 0):
+        if pushed.incarnation < self.incarnations.get(replica, 0):
             raise PacelineError(f"replica {replica} was started again since: this process no longer takes part")
         journal = self.journal
         if journal is None:
-            self._take_push(pushed, rows)
+            self.take_push(pushed, rows)
         else:
             of_tables = [part for given in rows for part in given.tensors]
-            parts = sealed(pushed, packed([self.arena.gradients[replica], *of_tables]))
+            parts = journal.seal(pushed, packed([self.arena.gradients[replica], *of_tables]))
             with journal.lock:  # a snapshot has it, or the log that follows
-                self._take_push(pushed, rows)
+                self.take_push(pushed, rows)
                 written = journal.write(pushed, parts)
             journal.flush(written)
         if shared:
-            self._not_pulled.discard(replica)
+            self.not_pulled.discard(replica)
 
-    def _take_push(self, pushed: Pushed, rows: list[Rows]) -> None:
+    def take_push(self, pushed: Pushed, rows: list[Rows]) -> None:
         self.stage(pushed.replica, pushed.ticket, pushed.untouched)
         if rows:
             self.stage_rows(pushed.replica, rows)
@@ -200,26 +200,26 @@ class Container:
             if not 0 <= slot < len(self.layout.slots):
                 raise PacelineError(f"slot {slot} does not exist: this server has {len(self.layout.slots)}")
             touched[slot] = 0
-        self._staged[replica] = ticket
+        self.staged[replica] = ticket
 
     def stage_rows(self, replica: int, rows: list[Rows]) -> None:
         """The replica's gradients for every table."""
         for table, given in zip(self.tables, rows, strict=True):
             if given.ids.numel() and not (int(given.ids.min()) >= 0 and int(given.ids.max()) < table.rows):
                 raise PacelineError(f"a row of {table.spec.name} does not exist: this server has {table.rows}")
-        self._rows[replica] = rows
+        self.rows[replica] = rows
 
     def _rows_of(self, close: Close, number: int) -> list[tuple[Rows, float]]:
         return [
-            (self._rows[accepted.replica][number], accepted.weight)
+            (self.rows[accepted.replica][number], accepted.weight)
             for accepted in close.accepted
-            if accepted.replica in self._rows
+            if accepted.replica in self.rows
         ]
 
     def check_staged(self, close: Close) -> None:
         """Whether all gradients of a step are here; those in shared memory are not announced."""
         for accepted in close.accepted:
-            staged = self._staged.get(accepted.replica)
+            staged = self.staged.get(accepted.replica)
             if staged is not None and staged != accepted.ticket:
                 raise PacelineError(
                     f"the gradient of replica {accepted.replica} for step {close.step} is not on server {self.server}"
@@ -253,21 +253,27 @@ class Container:
         check_close(close, self.settings.replicas)
         check_options(options, self.spec.optimizer.groups)
         with self.lock:
-            if close.step < self.step:
-                return
-            if close.step > self.step:
+            if close.step == self.step:
+                self._apply(close, options, scale, noted=noted)
+            elif close.step > self.step:
                 raise PacelineError(f"server {self.server} is at step {self.step} and cannot make step {close.step}")
-            self.check_staged(close)
-            if not noted:
-                self.note(Made(close=close, options=[dict(given) for given in options], scale=scale))
-            self._take_options(options, close.lr)
-            touched = self._last_touched = self._touched(close)
-            self._update_chunks(close, touched, scale)
-            for number, table in enumerate(self.tables):
-                if given := self._rows_of(close, number):
-                    table.update(given, self._users.param_groups[table.spec.group], scale)
-            self.arena.version = close.step + 1
-            self._used.update((accepted.replica, accepted.ticket) for accepted in close.accepted)
+        if not noted and self.journal is not None:
+            self.journal.flush()  # also if it was made before: whoever asked then may not have been answered
+
+    def _apply(self, close: Close, options: Sequence[Mapping[str, Option]], scale: float, *, noted: bool) -> None:
+        self.check_staged(close)
+        if not noted:
+            self.note(Made(close=close, options=[dict(given) for given in options], scale=scale))
+        self._take_options(options, close.lr)
+        touched = self._last_touched = self._touched(close)
+        self._update_chunks(close, touched, scale)
+        for number, table in enumerate(self.tables):
+            if given := self._rows_of(close, number):
+                table.update(given, self._users.param_groups[table.spec.group], scale)
+        self.arena.version = close.step + 1
+        self.used.update((accepted.replica, accepted.ticket) for accepted in close.accepted)
+        if self.journal is not None:
+            self.journal.made()
 
     def _update_chunks(self, close: Close, touched: Sequence[int], scale: float) -> None:
         def update(first: int) -> None:
@@ -299,13 +305,16 @@ class Container:
             hand.optimizer.forget()
 
     def note(self, made: Made, body: Sequence[memoryview] = ()) -> None:
-        """Have a step in the journal before it is made: the gradients that make it are there by then."""
-        if self.journal is None:
+        """Write a step to the journal: the gradients that make it are there by then. Somebody has to `flush` it."""
+        journal = self.journal
+        if journal is None:
             return
-        for accepted in made.close.accepted:
-            if self._corrects(accepted, made.close.compensation):
-                self.journal.append(Pulled(replica=accepted.replica), packed([self.arena.pulled[accepted.replica]]))
-        self.journal.append(made, body)
+        with journal.lock:
+            for accepted in made.close.accepted:
+                if self._corrects(accepted, made.close.compensation):
+                    pulled = Pulled(replica=accepted.replica)
+                    journal.write(pulled, journal.seal(pulled, packed([self.arena.pulled[accepted.replica]])))
+            journal.write(made, journal.seal(made, body))
 
     def _take_options(self, options: Sequence[Mapping[str, Option]], factor: float) -> None:
         for group, given in zip(self._users.param_groups, options, strict=True):
@@ -341,7 +350,7 @@ class Container:
         return correction.mul_(gradient).mul_(gradient).mul_(compensation).add_(gradient)
 
     def _corrects(self, accepted: Accepted, compensation: float) -> bool:
-        return bool(compensation and accepted.staleness and accepted.replica not in self._not_pulled)
+        return bool(compensation and accepted.staleness and accepted.replica not in self.not_pulled)
 
     @staticmethod
     def _typed(flat: torch.Tensor, chunk: Chunk) -> torch.Tensor:
@@ -355,7 +364,7 @@ class Container:
         with self.lock:
             place = self.arena.pulled[replica]
             place.copy_(self.arena.parameters)
-            self._not_pulled.discard(replica)
+            self.not_pulled.discard(replica)
             return self.step, place
 
     def freeze(self, number: int, extras: Tensors = (), books: Json = b"") -> Frozen:
@@ -420,174 +429,20 @@ class Container:
         with self.lock:
             self._take_state(states)
 
-    # ── after the death of the process before ────────────────────────────────────────────────────────────
-
-    def waiting(self) -> list[tuple[Pushed, list[Rows]]]:
-        """The gradients that are here and in no step yet."""
-        return [
-            (
-                Pushed(
-                    replica=replica,
-                    incarnation=self._incarnations.get(replica, 0),
-                    ticket=ticket,
-                    untouched=(self.arena.touched[replica] == 0).nonzero().view(-1).tolist(),
-                    rows=[len(given.ids) for given in self._rows.get(replica, [])],
-                ),
-                self._rows.get(replica, []),
-            )
-            for replica, ticket in self._staged.items()
-            if self._used.get(replica) != ticket
-        ]
-
-    def save(self, more: Mapping[str, torch.Tensor], notes: Mapping[str, Any], *, wait: bool) -> None:
-        """Have everything in a snapshot, and the journal go on from there. `more`: what the chief adds."""
-        if self.journal is None:
-            return
-        with self.lock, self.journal.lock:
-            copy = self.copy()
-            tensors, numbers = {"parameters": copy.parameters, **more}, {}
-            for slot, state in copy.state.items():
-                for key, value in state.items():
-                    if isinstance(value, torch.Tensor):
-                        tensors[f"state/{slot}/{key}"] = value
-                    else:
-                        numbers[f"{slot}/{key}"] = value
-            for number, table in enumerate(copy.tables):
-                tensors[f"table/{number}/"] = table.weight
-                tensors |= {f"table/{number}/{key}": value for key, value in table.state.items()}
-            waiting = []
-            for pushed, rows in self.waiting():
-                parts = [self.arena.gradients[pushed.replica], *(part for given in rows for part in given.tensors)]
-                tensors[f"waiting/{pushed.replica}"] = torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
-                waiting.append(msgspec.to_builtins(pushed))
-            own = {
-                "name": self.name,
-                "server": self.server,
-                "addresses": self.addresses,
-                "spec": msgspec.json.encode(self.spec).decode(),
-                "settings": msgspec.json.encode(self.settings).decode(),
-                "step": copy.step,
-                "numbers": numbers,
-                "steps of tables": [table.steps for table in copy.tables],
-                "waiting": waiting,
-                "incarnations": list(self._incarnations.items()),
-                "used": list(self._used.items()),
-            }
-            self.journal.snapshot(tensors, {**own, **notes}, wait=wait)
-
-    def load(self, tensors: Mapping[str, torch.Tensor], notes: Mapping[str, Any]) -> None:
-        """Become what a snapshot says."""
-        states: States = {}
-        tables = [TableCopy(tensors[f"table/{n}/"], {}, steps) for n, steps in enumerate(notes["steps of tables"])]
-        for name, tensor in tensors.items():
-            kind, _, rest = name.partition("/")
-            number, _, key = rest.partition("/")
-            if kind == "state":
-                states.setdefault(int(number), {})[key] = tensor
-            elif kind == "table" and key:
-                tables[int(number)].state[key] = tensor
-        for name, value in notes["numbers"].items():
-            slot, _, key = name.partition("/")
-            states.setdefault(int(slot), {})[key] = value
-        self.take_over(Frozen(0, notes["step"], tensors["parameters"], states, tables))
-        self.addresses = notes["addresses"]
-        for replica, incarnation in notes["incarnations"]:
-            self.admit(replica, incarnation)
-        self._used = dict(notes["used"])
-        for given in notes["waiting"]:
-            pushed = msgspec.convert(given, Pushed)
-            self.push_again(pushed, packed([tensors[f"waiting/{pushed.replica}"]])[0])
-        self.forget_pulled()
-
-    def push_again(self, pushed: Pushed, body: memoryview) -> None:
-        """A push as it is in the journal."""
-        place = self.arena.gradients[pushed.replica]
-        given = _split(body, [place.nbytes, *self._bytes_of_rows(pushed.rows)])
-        place.copy_(given[0])
-        rows = [
-            Rows(ids.clone().view(torch.int64), values.clone().view(torch.float32).view(-1, table.spec.width))
-            for table, ids, values in zip(self.tables, given[1::2], given[2::2], strict=False)
-        ]
-        self.admit(pushed.replica, pushed.incarnation)
-        self._take_push(pushed, rows)
-
-    def put_rows_again(self, put: RowsPut, body: memoryview) -> None:
-        (values,) = _split(body, [len(body)])
-        self.put_rows(put, values.clone().view(torch.float32).view(-1, self.tables[put.table].spec.width))
-
-    def _bytes_of_rows(self, counts: Sequence[int]) -> list[int]:
-        sizes = zip(counts, self.tables, strict=False)
-        return [size for count, table in sizes for size in (8 * count, 4 * table.spec.width * count)]
-
-    def pulled_again(self, replica: int, body: memoryview) -> None:
-        (parameters,) = _split(body, [self.bytes])
-        self.arena.pulled[replica].copy_(parameters)
-        self._not_pulled.discard(replica)
-
-    def forget_pulled(self) -> None:
-        """What replicas have pulled went with the process: until they pull again, nothing is corrected by it."""
-        self._not_pulled = set(range(self.settings.replicas))
-
     def put_rows(self, put: RowsPut, values: torch.Tensor) -> None:
         """Values for some rows of a table, or of its optimizer's state."""
-        table = self.tables[put.table]
-        with self.lock, self.journal.lock if self.journal is not None else contextlib.nullcontext():
-            if self.journal is not None:
-                self.journal.append(put, packed([values]))
+        table, journal = self.tables[put.table], self.journal
+        with self.lock, journal.lock if journal is not None else contextlib.nullcontext():
             if len(values):
                 table.put(put.key, put.start, values)
             if put.steps is not None:
                 table.steps = put.steps
+            if journal is not None:
+                body = packed([values])
+                journal.write(put, journal.seal(put, body))
+        if journal is not None:
+            journal.flush()
 
-
-def _split(body: memoryview, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """The bytes of a record's body, cut; they lie where they were read to."""
-    if len(body) != sum(sizes):
-        raise CheckpointError(f"a record in the log has {len(body)} bytes instead of {sum(sizes)}")
-    found, start = [], 0
-    for size in sizes:
-        part = body[start : start + size]
-        found.append(torch.frombuffer(part, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8))
-        start += size
-    return found
-
-
-# ── chunks on a wire ─────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Coding:
-    """How a server's flat buffer looks on a wire: chunk after chunk, each coded by itself.
-
-    Chunks of float32 are coded as the wire says, others travel as they are.
-    """
-
-    def __init__(self, layout: Layout, name: str) -> None:
-        self._layout = layout
-        self._wire = wire(name)
-        self.exact = name == "fp32"
-
-    def bytes_of(self, chunk: Chunk) -> int:
-        if self.exact or chunk.dtype != torch.float32:
-            return chunk.bytes
-        return self._wire.encoded_bytes(chunk.bytes // 4)
-
-    @property
-    def bytes(self) -> int:
-        return sum(map(self.bytes_of, self._layout.chunks))
-
-    @property
-    def most(self) -> int:
-        """The bytes of the largest chunk."""
-        return max(map(self.bytes_of, self._layout.chunks), default=0)
-
-    def encode(self, flat: torch.Tensor, chunk: Chunk, room: torch.Tensor) -> torch.Tensor:
-        """The chunk's bytes: in place, or coded into `room`."""
-        source = flat[chunk.start : chunk.stop]
-        if self.exact or chunk.dtype != torch.float32:
-            return source
-        coded = room[: self.bytes_of(chunk)]
-        self._wire.encode(source.view(torch.float32), coded)
-        return coded
-
-    def decode(self, coded: torch.Tensor, flat: torch.Tensor, chunk: Chunk) -> None:
-        self._wire.decode(coded, flat[chunk.start : chunk.stop].view(torch.float32))
+    def forget_pulled(self) -> None:
+        """What replicas have pulled went with the process: until they pull again, nothing is corrected by it."""
+        self.not_pulled = set(range(self.settings.replicas))

@@ -18,15 +18,17 @@ from paceline.central.tables import Rows
 from paceline.errors import ModelError
 from paceline.owners.models import own_state
 
-Fetch = Callable[[int, torch.Tensor], torch.Tensor]  # table, rows -> their values
-
 
 @dataclass
-class _Looked:
-    """Rows that a pass has used."""
+class Found:
+    """What a call of a table looks up: its rows, each once, their values, and which of them is where in the input."""
 
     rows: torch.Tensor
+    places: torch.Tensor
     values: torch.Tensor
+
+
+Find = Callable[[int, torch.Tensor], Found]  # table, input
 
 
 class Lookup:
@@ -39,33 +41,37 @@ class Lookup:
         self.number = number
         self.module = module
         self.rows, self.width = module.num_embeddings, module.embedding_dim
-        self._fetch: Fetch | None = None
-        self._looked: list[_Looked] = []
+        self._find: Find | None = None
+        self._looked: list[Found] = []
         module.forward = self._forward  # type: ignore[method-assign]
 
-    def connect(self, fetch: Fetch) -> None:
+    def connect(self, find: Find) -> None:
         """From now on the values are on the servers."""
-        self._fetch = fetch
+        self._find = find
         self.module.weight.on_servers = True  # type: ignore[attr-defined]
         if not self.module.weight.is_meta:
             # One number, seen as the whole table: the shape stays what it was.
             self.module.weight.data = torch.zeros(1).expand(self.rows, self.width)
 
     def _forward(self, input: torch.Tensor) -> torch.Tensor:
-        if self._fetch is None:
+        if self._find is None:
             return F.embedding(input, self.module.weight, self.module.padding_idx)
+        found = self._find(self.number, input)
+        if torch.is_grad_enabled() and self.module.weight.requires_grad:
+            found.values.requires_grad_()
+            self._looked.append(found)
+        padding = None
+        if self.module.padding_idx is not None:  # its row gets no gradient
+            at = torch.nonzero(found.rows == self.module.padding_idx)
+            padding = int(at[0]) if len(at) else None
+        return F.embedding(found.places, found.values, padding)
+
+    def rows_of(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows that an input names, each once, and which of them is where."""
         if input.numel() and not (int(input.min()) >= 0 and int(input.max()) < self.rows):
             raise ModelError("model", self.name, f"its input has rows beyond the {self.rows} there are")
         rows, places = torch.unique(input, return_inverse=True)
-        values = self._fetch(self.number, rows)
-        if torch.is_grad_enabled() and self.module.weight.requires_grad:
-            values.requires_grad_()
-            self._looked.append(_Looked(rows, values))
-        padding = None
-        if self.module.padding_idx is not None:  # its row gets no gradient
-            found = torch.nonzero(rows == self.module.padding_idx)
-            padding = int(found[0]) if len(found) else None
-        return F.embedding(places, values, padding)
+        return rows, places
 
     def take_gradient(self) -> Rows:
         """The gradient of everything looked up since the last time."""

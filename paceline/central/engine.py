@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.central.client import Client, Servers
-from paceline.central.protocol import RESUME, Ended, Settings, Settled, Ticket, Waiting
+from paceline.central.client import Client
+from paceline.central.protocol import RESUME, Ended, Settings, Ticket, Waiting
+from paceline.central.side import Servers
+from paceline.central.working import Worked, work_on
 from paceline.data.ledger import Ledger
-from paceline.errors import LossError, PacelineError, Stalled
+from paceline.errors import PacelineError, Stalled
 from paceline.exchange.board import Board, HostWord, Phase, Word
 from paceline.exchange.secure import Keys, read_token
 from paceline.launch.place import Place
@@ -31,45 +32,6 @@ from paceline.rules import Rule
 from paceline.strategy import Centralized
 
 COPY_TRIES = 4  # for a copy of everything, while servers are killed
-
-
-@dataclass(frozen=True)
-class Worked:
-    """A ticket that was computed and handed in."""
-
-    settled: Settled
-    compute_ns: int
-    wait_ns: int
-
-
-def work_on(
-    client: Client, ticket: Ticket, compute: Callable[[Ticket], Computed], enter: Callable[[Phase], None]
-) -> Worked:
-    """Compute a ticket and hand it in; again and with more samples, if one of the others dies meanwhile."""
-    began = time.monotonic_ns()
-    while True:
-        enter(Phase.COMPUTING)
-        if client.pulled < ticket.step or not ticket.sync:
-            client.pull(sync=ticket.sync)
-        client.begin(ticket.ticket)
-        try:
-            computed = compute(ticket)
-        except BaseException:
-            client.abandon()
-            raise
-        used = client.collector.finish()
-        if used and not any(used) and not client.tables:
-            raise LossError("loss", "computed", "no parameter has a gradient; use the model that it is called with")
-        computed_at = time.monotonic_ns()
-        enter(Phase.AWAITING_SERVERS)
-        client.push(ticket.ticket, used)
-        answer = client.report(ticket.ticket, computed.loss)
-        if isinstance(answer, Settled):
-            break
-        ticket = answer
-    if ticket.sync:
-        client.pull(sync=True)
-    return Worked(answer, computed_at - began, time.monotonic_ns() - computed_at)
 
 
 class CentralizedEngine:
@@ -183,10 +145,12 @@ class CentralizedEngine:
         """One more replica in this process."""
         return self._open(model, optimizer, replica=replica)
 
-    def step(self, ticket: Ticket, compute: Callable[[Ticket], Computed]) -> Closed:
+    def step(
+        self, ticket: Ticket, compute: Callable[[Ticket], Computed], coming: Callable[[], Sequence[Any]]
+    ) -> Closed:
         """Compute a ticket and hand it in; again and with more samples, if one of the others dies meanwhile."""
         self.begin(ticket)
-        worked = work_on(self.client, ticket, compute, self.enter)
+        worked = work_on(self.client, ticket, compute, self.enter, coming)
         self.settled(worked)
         return Closed(worked.settled.loss, worked.settled.samples, worked.settled.replicas)
 
@@ -238,8 +202,8 @@ class CentralizedEngine:
     # ── whole tensors ────────────────────────────────────────────────────────────────────────────────────
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        tables = {lookup.name: self.client.read_table_gradient(lookup.number) for lookup in self.client.tables}
-        return tables | self.client.read_gradients()
+        tables = {lookup.name: self.client.whole.table_gradient(lookup.number) for lookup in self.client.tables}
+        return tables | self.client.whole.gradients()
 
     def model_state(self) -> dict[str, torch.Tensor]:
         return self.snapshot()[0]
@@ -259,14 +223,14 @@ class CentralizedEngine:
         return self._snapshot()
 
     def _snapshot(self) -> tuple[dict[str, torch.Tensor], StateByName, dict[str, Any]]:
-        copy = self.client.freeze()
-        parameters, state = self.client.read_parameters(copy), self.client.read_state(copy)
-        books = self.client.read_books(copy)
+        copy = self.client.whole.freeze()
+        parameters, state = self.client.whole.parameters(copy), self.client.whole.state(copy)
+        books = self.client.whole.books(copy)
         for lookup in self.client.tables:
-            parameters[lookup.name], held = self.client.read_table(copy, lookup.number)
+            parameters[lookup.name], held = self.client.whole.table(copy, lookup.number)
             if held:
                 state[lookup.name] = held
-        self.client.thaw(copy)
+        self.client.whole.thaw(copy)
         model = {key: value.detach() for key, value in own_state(self._model).state_dict().items()}
         names = {id(parameter): name for name, parameter in own_state(self._model).named_parameters()}
         for key, value in own_state(self._model).state_dict(keep_vars=True).items():
@@ -287,7 +251,7 @@ class CentralizedEngine:
         def give() -> None:
             values = {name: model[name] for name in trained}
             for lookup in self.client.tables:
-                self.client.give_table(lookup.number, model[lookup.name], optimizer.get(lookup.name, {}))
+                self.client.whole.give_table(lookup.number, model[lookup.name], optimizer.get(lookup.name, {}))
             self.client.restore(values, optimizer, books["step"], json.dumps(books).encode())
 
         self._resumes += 1

@@ -35,9 +35,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.central.client import Client
-from paceline.central.engine import CentralizedEngine, Worked, work_on
+from paceline.central.engine import CentralizedEngine
 from paceline.central.leased import NOT_YIELDED, Given, Held, Leased
 from paceline.central.protocol import Ended, Ticket
+from paceline.central.working import Worked, work_on
 from paceline.data import Ahead, Ledger
 from paceline.errors import ModelError, PacelineError, Stalled
 from paceline.exchange.board import Phase
@@ -157,6 +158,16 @@ class InGraph(Leased):
         self.rest()
         self._engine.rule = rule
 
+    @property
+    def accepting(self) -> int:
+        self.rest()
+        return super().accepting
+
+    @property
+    def staleness(self) -> dict[int, int]:
+        self.rest()
+        return super().staleness
+
     # ── who does what ────────────────────────────────────────────────────────────────────────────────────
 
     def rest(self) -> None:
@@ -216,6 +227,8 @@ class InGraph(Leased):
         self._engine.enter(Phase.BETWEEN)
         ordered = sorted(hands, key=lambda replica: replica.client.replica)
         work = self._load([hands[replica] for replica in ordered], ledger, ahead)
+        for replica, held in zip(ordered, work, strict=True):
+            replica.client.expect(held.micro_batches)
         given = work[0].given if len(work) == 1 else ReplicaBatches(held.given for held in work)
         return _Hands(given, list(zip(ordered, work, strict=True)))
 
@@ -232,7 +245,7 @@ class InGraph(Leased):
             for replica, held in hands.work:
                 client = replica.client
                 compute = self._computing(held, replica.passes, client.model, client, None)
-                replica.start(partial(self._work, replica, held.ticket, compute), self._threads)
+                replica.start(partial(self._work, replica, held, compute), self._threads)
             self._engine.enter(Phase.COMPUTING)
         self._wait(lambda: self._is_over(first))
         self._held = None
@@ -256,10 +269,10 @@ class InGraph(Leased):
             return False  # it has handed in, and hears in a moment what became of it
         return self.steps > ticket.step or not self._any_busy()
 
-    def _work(self, replica: _Replica, ticket: Ticket, compute: Callable[[Ticket], Computed]) -> None:
+    def _work(self, replica: _Replica, held: Held, compute: Callable[[Ticket], Computed]) -> None:
         """In a replica's thread."""
         try:
-            worked = work_on(replica.client, ticket, compute, partial(self._enter, replica))
+            worked = work_on(replica.client, held.ticket, compute, partial(self._enter, replica), held.coming)
         except BaseException as failure:
             with self._changed:
                 self._failure = self._failure or failure

@@ -29,7 +29,7 @@ import struct
 import sys
 import threading
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from paceline.central.chief import Close
-from paceline.central.shards import Option
+from paceline.central.records import AnyRecord, Body, Made
 from paceline.errors import CheckpointError, PacelineError
-from paceline.rules import Rule
 
 LOG_BYTES = 1 << 29  # a log grows to this, or to some times the container, until there is a snapshot
 LOG_TIMES = 4
@@ -49,65 +47,6 @@ LOG_STEPS = 1000  # and to no more than this: a restarted server has to make the
 
 _HEAD = struct.Struct("<4sIQII")
 _MAGIC = b"PLJ1"
-
-
-class Record(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of all."""
-
-
-class Pushed(Record, frozen=True, kw_only=True):
-    """A gradient is here. Body: the flat buffer."""
-
-    replica: int
-    incarnation: int
-    ticket: int
-    untouched: list[int]
-    rows: list[int] = []  # of each table: how many; ids and values of each follow in the body
-
-
-class Pulled(Record, frozen=True, kw_only=True):
-    """What a gradient of the next step was computed on, which corrects it. Body: the flat buffer."""
-
-    replica: int
-
-
-class RowsPut(Record, frozen=True, kw_only=True):
-    """Values of some rows of a table, given from outside. Body: those."""
-
-    table: int
-    key: str
-    start: int
-    steps: int | None
-
-
-class Made(Record, frozen=True, kw_only=True):
-    """A step, as it was decided. Body, on the chief: the merged buffers."""
-
-    close: Close
-    options: list[dict[str, Option]]
-    scale: float
-    chapter: tuple[int, int, int] | None = None  # on the chief: length, batch size, samples left out
-
-
-class TaskResult(Record, frozen=True, kw_only=True):
-    """A task is done."""
-
-    name: str
-    values: list[float]
-
-
-class RuleSet(Record, frozen=True, kw_only=True):
-    rule: Rule
-
-
-class Members(Record, frozen=True, kw_only=True):
-    """Who takes part from now on: incarnations by replica."""
-
-    members: dict[int, int]
-
-
-AnyRecord = Pushed | Pulled | RowsPut | Made | TaskResult | RuleSet | Members
-Body = memoryview
 
 
 class Journal:
@@ -146,7 +85,11 @@ class Journal:
 
     def append(self, record: AnyRecord, body: Sequence[memoryview] = ()) -> None:
         """Have a record in the log; when this returns it survives the end of the process."""
-        self.flush(self.write(record, sealed(record, body)))
+        self.flush(self.write(record, self.seal(record, body)))
+
+    def seal(self, record: AnyRecord, body: Sequence[memoryview]) -> list[memoryview]:
+        """A record as it is in the file; made before the lock is taken, for checksums take a while."""
+        return sealed(record, body)
 
     def write(self, record: AnyRecord, parts: Sequence[memoryview]) -> int:
         """Append a sealed record; up to where to `flush`, which is not done here, so that one does it for many."""
@@ -168,9 +111,13 @@ class Journal:
             self._steps += isinstance(record, Made)
             return self._written
 
-    def flush(self, upto: int) -> None:
-        """Wait until so much is on the disk; one flushes for all who wait."""
-        while self._flushed:
+    def made(self) -> None:
+        """The step that was written last has been made: of no interest here, the log has it in any case."""
+
+    def flush(self, upto: int | None = None) -> None:
+        """Wait until so much (or all that is written) is on the disk; one flushes for all who wait."""
+        upto = self._written if upto is None else upto
+        while self._flushed and self.begun:
             with self._flushing:
                 while self._flush_runs and self._on_disk < upto:
                     self._flushing.wait()
@@ -392,8 +339,3 @@ def _flush_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def packed(tensors: Iterable[torch.Tensor]) -> list[memoryview]:
-    """The memory of tensors, one after another."""
-    return [tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data for tensor in tensors]

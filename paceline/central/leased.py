@@ -19,11 +19,13 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline import checkpoint, training_state
+from paceline.central.books import books_of, notes_of
 from paceline.central.client import Client
 from paceline.central.engine import CentralizedEngine
 from paceline.central.protocol import Ended, Ticket
@@ -55,6 +57,11 @@ class Held(Given):
     ahead: Ahead
     micro_batches: list[Any]
     changed: bool = False
+    following: list[tuple[int, tuple[range, ...]]] = dataclasses.field(default_factory=list)
+
+    def coming(self) -> list[Any]:
+        """The batches of what most likely follows, as far as they are loaded."""
+        return [batch for request in self.following for batch in self.ahead.peek(*request) if batch is not None]
 
     def take(self, batch: Any) -> None:
         """The user trains on this."""
@@ -124,6 +131,14 @@ class Leased:
     def rule(self, rule: Rule) -> None:
         self._engine.rule = rule
 
+    @property
+    def accepting(self) -> int:
+        return self._engine.client.accepting()
+
+    @property
+    def staleness(self) -> dict[int, int]:
+        return {int(steps): count for steps, count in self._engine.books()["staleness"].items()}
+
     # ── training ─────────────────────────────────────────────────────────────────────────────────────────
 
     def batches(self, feed: Feed, asked: Ledger, epochs: int, prefetch: int) -> Iterator[Any]:
@@ -148,19 +163,23 @@ class Leased:
 
     def _next(self, ledger: Ledger, stop_epoch: int, ahead: Ahead) -> Given | Ended:
         answer = self._engine.ask(self._itinerary.chapter, ledger, stop_epoch)
-        return answer if isinstance(answer, Ended) else self._load([answer], ledger, ahead)[0]
+        if isinstance(answer, Ended):
+            return answer
+        (held,) = self._load([answer], ledger, ahead)
+        self._engine.client.expect(held.micro_batches)
+        return held
 
     def _load(self, tickets: Sequence[Ticket], ledger: Ledger, ahead: Ahead) -> list[Held]:
         """The batches of some tickets."""
         self._catch_up(tickets[0].step)
-        guesses = [guess for ticket in tickets for guess in self._guess(ticket, ledger)]
-        ahead.want([*map(self._request, tickets), *guesses])
+        guesses = [self._guess(ticket, ledger) for ticket in tickets]
+        ahead.want([*map(self._request, tickets), *(guess for of_ticket in guesses for guess in of_ticket)])
         found = []
-        for ticket in tickets:
+        for ticket, following in zip(tickets, guesses, strict=True):
             micro_batches = ahead.take(*self._request(ticket))
             one = len(micro_batches) == 1 and self._passes.accumulate == 1
             given = micro_batches[0] if one else MicroBatches(micro_batches)
-            found.append(Held(given, ticket, ledger, ahead, micro_batches))
+            found.append(Held(given, ticket, ledger, ahead, micro_batches, following=following))
         return found
 
     def _ended(self, ended: Ended) -> None:
@@ -181,7 +200,7 @@ class Leased:
         start, stop = (edge + ledger.batch_size for edge in ticket.runs[0])
         if stop > ledger.length:
             return []
-        return [self._request(_with_runs(ticket, [(start, stop)]))]
+        return [self._request(msgspec.structs.replace(ticket, runs=[(start, stop)]))]
 
     def _catch_up(self, steps: int) -> None:
         """Step the scheduler as often as the servers have made a step."""
@@ -196,7 +215,7 @@ class Leased:
         held.take(batch)
         seed = mixed(held.ledger.seed, held.ticket.step, held.ticket.part)
         compute = self._computing(held, self._passes, self._model, self._engine.client, seed)
-        closed = self._engine.step(held.ticket, compute)
+        closed = self._engine.step(held.ticket, compute, held.coming)
         self._held = None
         self._catch_up(self._engine.steps)
         if self._recorder is not None:
@@ -208,8 +227,8 @@ class Leased:
     ) -> Callable[[Ticket], Computed]:
         """Forward and backward of a ticket, on what the user has made of its batch."""
 
-        def around(_: int, is_last: bool) -> AbstractContextManager[None]:
-            client.collector.last_pass(is_last)
+        def around(number: int, is_last: bool) -> AbstractContextManager[None]:
+            client.begin_pass(held.micro_batches[number], is_last=is_last)
             return nullcontext()
 
         def compute(ticket: Ticket) -> Computed:
@@ -245,7 +264,7 @@ class Leased:
             tensors, numbers = training_state.flatten(optimizer)
             tensors |= training_state.random_tensors()
             notes = {
-                **self._notes(books),
+                **notes_of(books, self._itinerary),
                 **training_state.schedule_and_options(self._optimizer, self._scheduler),
                 "configuration": {"replicas": self._place.strategy.replicas, "accumulate": self._passes.accumulate},
                 "numbers": numbers,
@@ -255,20 +274,6 @@ class Leased:
 
         self._engine.once(write)
 
-    def _notes(self, books: dict[str, Any]) -> dict[str, Any]:
-        """The chief's books, as a checkpoint of any strategy has them."""
-        ledger = self._itinerary.ledger
-        chapter = books["chapters"].get(str(self._itinerary.chapter))
-        if ledger is not None and chapter is not None:
-            ledger.settle(books["step"], chapter["counted"])
-        return {
-            "step": books["step"],
-            "steps_before": books["step"] - (ledger.step if ledger is not None else 0),
-            "chapter": max(self._itinerary.chapter, 0),
-            "ledger": ledger.state() if ledger is not None else None,
-            "results": [],
-        }
-
     def resume(self, path: str | os.PathLike[str], fall_back: bool) -> bool:
         if self._itinerary.ledger is not None:
             raise PacelineError(f"trainer.resume({os.fspath(path)!r}) comes too late: call it before trainer.batches")
@@ -276,7 +281,7 @@ class Leased:
             return False
         saved = checkpoint.read(path, fall_back=fall_back)
         states = training_state.unflatten(saved.training, saved.notes.get("numbers", {}))
-        self._engine.take_state(saved.model, states, _books(saved.notes))
+        self._engine.take_state(saved.model, states, books_of(saved.notes))
         training_state.restore_options(self._optimizer, saved.notes["options"])
         training_state.restore_schedule(self._scheduler, saved.notes["scheduler"])
         self._scheduled = saved.notes["step"]
@@ -284,49 +289,6 @@ class Leased:
 
     def close(self) -> None:
         self._engine.close()
-
-
-def _with_runs(ticket: Ticket, runs: list[tuple[int, int]]) -> Ticket:
-    return Ticket(
-        ticket=ticket.ticket,
-        step=ticket.step,
-        epoch=ticket.epoch,
-        runs=runs,
-        part=ticket.part,
-        exact=ticket.exact,
-        sync=ticket.sync,
-    )
-
-
-def _books(notes: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint's notes as the chief keeps them."""
-    chapters = {}
-    ledger = notes["ledger"]
-    if ledger is not None:
-        left_out = ledger["length"] % ledger["batch_size"] if ledger["drop_last"] else 0
-        chapters[str(notes["chapter"])] = {
-            "batch_size": ledger["batch_size"],
-            "length": ledger["length"],
-            "used": ledger["length"] - left_out,
-            "began": ledger["epoch"],
-            "counted": [row for row in ledger["committed"] if row[1] < ledger["length"] - left_out],
-        }
-    return {
-        "step": notes["step"],
-        "next_ticket": 1,
-        "first_chapter": notes["chapter"],
-        "chapters": chapters,
-        "results": {f"evaluation {list(name)}": _as_list(value) for *name, value in notes["results"]},
-        "staleness": {},
-        "late": 0,
-        "dropped": 0,
-        "last": [0.0, 0],
-        "outcomes": [],
-    }
-
-
-def _as_list(value: Any) -> list[float]:
-    return list(value.values()) if isinstance(value, dict) else [value]
 
 
 def _steps_for(ledger: Ledger, stop_epoch: int) -> int:

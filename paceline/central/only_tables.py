@@ -18,8 +18,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.central.chief import Accepted, Close
-from paceline.central.client import Client, Servers
+from paceline.central.client import Client
 from paceline.central.protocol import Settings
+from paceline.central.side import Servers
 from paceline.errors import ModelError
 from paceline.exchange.secure import Keys, read_token
 from paceline.launch.place import Place
@@ -80,22 +81,22 @@ class TablesOnServers:
 
     def read(self) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
         """Every table, and its optimizer state, while no step is being made."""
-        copy = self._client.freeze()
+        copy = self._client.whole.freeze()
         weights, states = {}, {}
         for lookup in self._client.tables:
-            weights[lookup.name], state = self._client.read_table(copy, lookup.number)
+            weights[lookup.name], state = self._client.whole.table(copy, lookup.number)
             if state:
                 states[lookup.name] = state
-        self._client.thaw(copy)
+        self._client.whole.thaw(copy)
         return weights, states
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Of the last step, as whole tables."""
-        return {lookup.name: self._client.read_table_gradient(lookup.number) for lookup in self._client.tables}
+        return {lookup.name: self._client.whole.table_gradient(lookup.number) for lookup in self._client.tables}
 
     def put(self, weights: dict[str, torch.Tensor], states: dict[str, dict[str, Any]]) -> None:
         for lookup in self._client.tables:
-            self._client.give_table(lookup.number, weights[lookup.name], states.get(lookup.name, {}))
+            self._client.whole.give_table(lookup.number, weights[lookup.name], states.get(lookup.name, {}))
 
     def close(self) -> None:
         self._client.close()

@@ -36,10 +36,9 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, stop)
     try:
-        server.recover()
+        server.run(recover=True)
     except PacelineError as error:
         sys.exit(str(error))
-    server.run()
     sys.stdout.flush()
     os._exit(0)  # threads may be inside torch
 

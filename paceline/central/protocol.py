@@ -12,6 +12,7 @@ from __future__ import annotations
 import msgspec
 
 from paceline.central.chief import Close
+from paceline.central.records import AnyRecord
 from paceline.central.shards import Option, Spec
 from paceline.rules import Rule, Sync
 
@@ -98,10 +99,11 @@ class Pull(Message, frozen=True, kw_only=True):
 
 
 class PullRows(Message, frozen=True, kw_only=True):
-    """Rows of a table. Body: their numbers on this server. Reply's body: their values."""
+    """Rows of a table after at least `at_least` steps. Body: their numbers on this server. Reply's body: values."""
 
     container: str
     table: int
+    at_least: int = 0
 
 
 class PutRows(Message, frozen=True, kw_only=True):
@@ -263,6 +265,43 @@ class Copy(Message, frozen=True, kw_only=True):
     number: int = 0  # of the frozen copy to take; the chief makes it
 
 
+class KeepWhole(Message, frozen=True, kw_only=True):
+    """A server has the next one keep a copy of its share of a container. Body: the tensors of a snapshot."""
+
+    container: str
+    server: int  # whose share it is
+    incarnation: int  # of that server's process: older ones are not listened to any more
+    entries: list[tuple[str, str, tuple[int, ...]]]
+    notes: bytes  # as JSON
+
+
+class Keep(Message, frozen=True, kw_only=True):
+    """What has happened to it since. Body: the records' bodies, one after another. Without records: is it there?"""
+
+    container: str
+    server: int
+    incarnation: int
+    position: int  # how many records came before these, since the snapshot
+    records: list[AnyRecord] = []
+    lengths: list[int] = []  # of the bodies
+
+
+class Fetch(Message, frozen=True, kw_only=True):
+    """A server that was started again wants its share back."""
+
+    container: str
+    server: int
+    incarnation: int
+
+
+class Forget(Message, frozen=True, kw_only=True):
+    """That copy is not needed any more."""
+
+    container: str
+    server: int
+    incarnation: int
+
+
 Request = (
     Hello
     | Open
@@ -289,6 +328,10 @@ Request = (
     | Containers
     | Drop
     | Copy
+    | KeepWhole
+    | Keep
+    | Fetch
+    | Forget
 )
 REQUESTS = msgspec.msgpack.Decoder(Request)
 
@@ -424,6 +467,18 @@ class Described(Message, frozen=True, kw_only=True):
     frozen: list[tuple[str, str, tuple[int, ...]]] = []
 
 
+class Kept(Message, frozen=True, kw_only=True):
+    """A copy of a server's share. Body: its tensors."""
+
+    entries: list[tuple[str, str, tuple[int, ...]]]
+    notes: bytes
+    position: int  # records that are in it
+
+
+class Missing(Message, frozen=True):
+    """There is no such copy here."""
+
+
 Reply = (
     Done
     | Refused
@@ -440,5 +495,7 @@ Reply = (
     | Measured
     | Listed
     | Described
+    | Kept
+    | Missing
 )
 REPLIES = msgspec.msgpack.Decoder(Reply)

@@ -26,7 +26,7 @@ import torch
 
 from paceline.central import protocol as p
 from paceline.central.connection import FIRST_CONTACT_S, Connection
-from paceline.central.server import bytes_of
+from paceline.central.raw import bytes_of
 from paceline.central.shards import Part, Shards
 from paceline.checkpoint.tensor_file import check_storable, write_tensors
 from paceline.errors import CheckpointError, PacelineError

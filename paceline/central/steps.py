@@ -21,11 +21,12 @@ from typing import Any
 import msgspec
 import torch
 
+from paceline.central import keeping
 from paceline.central.bounds import check_ask, check_options, check_place, check_task
+from paceline.central.buffers import Buffers
 from paceline.central.chief import Chief, Close, End, Outcome, Wait, Work
 from paceline.central.connection import Connection
 from paceline.central.container import Container
-from paceline.central.journal import AnyRecord, Made, Members, RuleSet, TaskResult, packed
 from paceline.central.protocol import (
     FILL,
     RESUME,
@@ -50,6 +51,7 @@ from paceline.central.protocol import (
     Ticket,
     Waiting,
 )
+from paceline.central.records import AnyRecord, Made, Members, RuleSet, TaskResult, packed
 from paceline.central.shards import Option, Spec
 from paceline.errors import CheckpointError, ModelError, PacelineError, Stalled
 from paceline.rules import Async, Rule
@@ -76,6 +78,8 @@ class Steps:
         self._changed = threading.Condition()  # guards the chief and all below
         self._busy = False  # a step is being made, or everything is being copied
         self._behind = False  # another server may not have made the last step yet
+        self._making = False  # a step is decided: the parameters may have it, and the books have not
+        self._last: Made | None = None  # the last step that was decided, if there is a journal
         self._chapters: dict[int, tuple[int, int, int]] = {}  # length, batch size, samples left out
         self._noted_members: dict[int, int] = {}
         self._failure: BaseException | None = None
@@ -152,6 +156,7 @@ class Steps:
             self._options.clear()
             self._checks = []
             self._trained = False
+            self._last = None
             for peer in self._peers:
                 peer.close()
             self._peers = peers
@@ -203,9 +208,10 @@ class Steps:
 
     def set_rule(self, rule: Rule) -> None:
         with self._changed:
-            self._note(RuleSet(rule=rule))
             self.chief.set_rule(rule)
+            self._note(RuleSet(rule=rule))
             self._changed.notify_all()
+        self._flush()
         self._close_steps()
 
     def _check(self, replica: int, incarnation: int) -> None:
@@ -314,7 +320,7 @@ class Steps:
             except BaseException as error:
                 failure = error
             with self._changed:
-                self._busy = False
+                self._busy = self._making = False
                 if failure is not None:
                     self._failure = failure
                 else:
@@ -341,6 +347,9 @@ class Steps:
             chapter = self._chapters.get(close.chapter)
             made = Made(close=close, options=list(options), scale=scale, chapter=chapter)
             self.container.note(made, packed(self.buffers.merged(close)))
+            self._flush()
+            with self._changed:
+                self._making, self._last = True, made
 
         def own() -> Done:
             self.container.apply(close, options, scale, noted=True)
@@ -400,6 +409,7 @@ class Steps:
             if result is not None and not known:
                 self._note(TaskResult(name=request.name, values=result))
             self._changed.notify_all()
+        self._flush()
         return Done()
 
     # ── everything, as of one step ───────────────────────────────────────────────────────────────────────
@@ -457,14 +467,21 @@ class Steps:
         """Take over the books of another chief; and new `values` of buffers, and of what is not trained."""
         with self._changed:
             self.chief.load(notes)
+            self._last = None
             for tensor, value in values:
                 tensor.copy_(value)
 
     # ── the journal ──────────────────────────────────────────────────────────────────────────────────────
 
     def _note(self, record: AnyRecord) -> None:
+        journal = self.container.journal
+        if journal is not None:
+            journal.write(record, journal.seal(record, ()))
+
+    def _flush(self) -> None:
+        """What was noted is where it survives this process. Not with the lock held: a journal may need that."""
         if self.container.journal is not None:
-            self.container.journal.append(record)
+            self.container.journal.flush()
 
     def _note_members(self) -> None:
         if self.chief.members != self._noted_members:
@@ -473,6 +490,13 @@ class Steps:
 
     def save(self, *, wait: bool) -> None:
         """Have everything in a snapshot, from which the journal goes on."""
+        with self._changed:
+            while self._making:
+                self._changed.wait()
+            keeping.save(self.container, *self.whole(), wait=wait)
+
+    def whole(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """What a snapshot of the chief has besides those of other servers."""
         with self._changed:
             tensors = {f"buffer/{name}": tensor.clone() for name, tensor in self.buffers.tensors}
             tensors |= {f"frozen/{name}": tensor.clone() for name, tensor in self.frozen}
@@ -485,11 +509,12 @@ class Steps:
                 "buffers": [name for name, _ in self.buffers.tensors],
                 "frozen": [name for name, _ in self.frozen],
                 "keys": self.keys,
+                "last": msgspec.to_builtins(self._last),
             }
-            self.container.save(tensors, {"chief": notes}, wait=wait)
+            return tensors, {"chief": notes}
 
-    def load(self, tensors: Mapping[str, torch.Tensor], notes: Mapping[str, Any]) -> None:
-        """Go on from a snapshot."""
+    def load(self, tensors: Mapping[str, torch.Tensor], notes: Mapping[str, Any]) -> Made | None:
+        """Go on from a snapshot; the last step in it, which other servers may not have made yet."""
         with self._changed:
             buffers = [(name, tensors[f"buffer/{name}"]) for name in notes["buffers"]]
             frozen = [(name, tensors[f"frozen/{name}"]) for name in notes["frozen"]]
@@ -500,6 +525,8 @@ class Steps:
             self._seen = sum(self.chief.book(int(number)).counted for number in notes["books"]["chapters"])
             self._trained = notes["trained"]
             self._take_members(dict(notes["members"]))
+            self._last = msgspec.convert(notes.get("last"), Made | None)
+            return self._last
 
     def again(self, record: Made | TaskResult | RuleSet | Members, body: memoryview) -> None:
         """What the journal has since then."""
@@ -512,6 +539,7 @@ class Steps:
                     self._chapters[record.close.chapter] = record.chapter
                     self._seen += record.close.samples
                     self._trained = True
+                    self._last = record
                     self.buffers.unpack(body)
                 case TaskResult():
                     self.chief.remember(record.name, record.values)
@@ -566,62 +594,3 @@ class Steps:
 def _of_all_runs(task: str) -> bool:
     """Whether what came of a task holds for later runs in the same container too."""
     return task == FILL or task.startswith("evaluation ")
-
-
-class Buffers:
-    """The model's buffers: one copy, and what each replica has made of it."""
-
-    def __init__(self) -> None:
-        self._entries: list[tuple[str, torch.Tensor]] = []
-        self._given: dict[int, bytes] = {}
-
-    def describe(self, entries: list[tuple[str, torch.Tensor]]) -> None:
-        self._entries = entries
-
-    @property
-    def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        return self._entries
-
-    @property
-    def size(self) -> int:
-        return sum(tensor.nbytes for _, tensor in self._entries)
-
-    def put(self, replica: int, given: bytes) -> None:
-        if len(given) not in (0, self.size):
-            raise PacelineError(f"replica {replica} reports {len(given)} bytes of buffers instead of {self.size}")
-        self._given[replica] = given
-
-    def packed(self) -> list[memoryview]:
-        return [tensor.contiguous().view(-1).view(torch.uint8).numpy().data for _, tensor in self._entries]
-
-    def unpack(self, body: memoryview) -> None:
-        """Take the values that `packed` has given."""
-        if len(body) != self.size:
-            raise CheckpointError(f"a step in the log has {len(body)} bytes of buffers instead of {self.size}")
-        for (_, tensor), mine in zip(self._entries, self.packed(), strict=True):
-            mine[:] = body[: tensor.nbytes]
-            body = body[tensor.nbytes :]
-
-    def merge(self, close: Close) -> None:
-        for (_, tensor), merged in zip(self._entries, self.merged(close), strict=True):
-            tensor.copy_(merged)
-
-    def merged(self, close: Close) -> list[torch.Tensor]:
-        """What the buffers are after that step."""
-        found = [tensor for _, tensor in self._entries]
-        if not found or not all(self._given.get(accepted.replica) for accepted in close.accepted):
-            return found
-        offset, found = 0, []
-        for _, tensor in self._entries:
-            parts = []
-            for accepted in close.accepted:
-                raw = bytearray(self._given[accepted.replica][offset : offset + tensor.nbytes])
-                parts.append(torch.frombuffer(raw, dtype=tensor.dtype).view(tensor.shape) if raw else tensor)
-            if tensor.is_floating_point():
-                weights = [accepted.samples / close.samples for accepted in close.accepted]
-                mean = torch.stack([part * weight for part, weight in zip(parts, weights, strict=True)]).sum(0)
-                found.append(mean.to(tensor.dtype))
-            else:
-                found.append(torch.stack(parts).amax(0))
-            offset += tensor.nbytes
-        return found

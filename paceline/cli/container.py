@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from paceline.cli.plan import addresses, in_words, token_folder
+from paceline.cli.plan import addresses, in_words
 from paceline.errors import InvalidInput
 from paceline.exchange.secure import Keys, is_loopback, read_token
 from paceline.launch.place import check_container
@@ -100,7 +100,7 @@ def _reader(options: argparse.Namespace, container: str | None) -> Reader:
     for address in at:
         if options.keys is None and not is_loopback(address.rpartition(":")[0]):
             raise InvalidInput("at", address, "beyond this machine give --keys, made by paceline keys make")
-    token = read_token(token_folder(options.token)) if options.token is not None else ""
+    token = read_token(Path(options.token)) if options.token is not None else ""
     keys = Keys.load(options.keys) if options.keys is not None else None
     from paceline.central.reader import Reader
 

@@ -96,7 +96,9 @@ def execute(options: argparse.Namespace) -> int:
         raise SecurityError("paceline keys needs the package cryptography: pip install 'paceline[tls]'")
     if options.action == "show":
         return _show(options.folder, as_json=options.json)
-    if options.name is None or not re.fullmatch(r"[A-Za-z0-9._:-]{1,50}", options.name):
+    if options.name is None:
+        raise SecurityError("--name is missing: give the name of the machine or the person the keys are for")
+    if not re.fullmatch(r"[A-Za-z0-9._:-]{1,50}", options.name):
         raise InvalidInput("name", options.name, "give a host name, an address or a word of at most 50 letters")
     if options.days > MOST_DAYS:
         raise InvalidInput("days", options.days, f"give at most {MOST_DAYS}")

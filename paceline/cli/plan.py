@@ -21,7 +21,7 @@ import msgspec
 from paceline.cli.cut import read_split
 from paceline.errors import InvalidInput, StrategyError
 from paceline.exchange.board import MOST_REPLICAS
-from paceline.exchange.secure import TOKEN, Keys, is_loopback, read_token
+from paceline.exchange.secure import Keys, is_loopback, read_token
 from paceline.launch.cores import allowed_cores
 from paceline.launch.emulate import Emulation, check_permission
 from paceline.launch.place import Place, ServersPlace, check_container
@@ -100,7 +100,7 @@ class Plan:
             servers = ServersPlace(
                 addresses=self.join.split(","),
                 container=check_container(self.container or run_folder.name),
-                token_folder=str(token_folder(self.token).resolve()) if self.token is not None else None,
+                token_folder=str(Path(self.token).resolve()) if self.token is not None else None,
                 keys=str(Path(self.keys).resolve()) if self.keys is not None else None,
                 # Hosts of one run have their rendezvous in common, and nothing else.
                 run=self.rendezvous if self.rendezvous is not None else secrets.token_hex(8),
@@ -198,12 +198,6 @@ def addresses(field: str, text: str) -> list[str]:
     if len(set(found)) < len(found):
         raise StrategyError(field, text, "an address is there twice, give every server once")
     return found
-
-
-def token_folder(given: str) -> Path:
-    """The folder in which the token is, from that folder or from the file itself."""
-    path = Path(given)
-    return path.parent if path.name == TOKEN and path.is_file() else path
 
 
 def _strategy(given: Mapping[str, Any], replicas: int, split: Split | None) -> Strategy:
@@ -337,7 +331,7 @@ def check(plan: Plan, *, inside: bool) -> None:
     if plan.save_on_stop is not None and not Path(plan.save_on_stop).absolute().parent.is_dir():
         raise InvalidInput("save-on-stop", plan.save_on_stop, "its folder does not exist, make it first")
     if plan.token is not None:
-        read_token(token_folder(plan.token))
+        read_token(Path(plan.token))
     if plan.keys is not None:
         Keys.load(Path(plan.keys)).check("client")
     if plan.join is not None and plan.keys is None:

@@ -119,7 +119,9 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--stale-lr", type=number("stale-lr"), metavar="X", help="factor on the learning rate")
     group.add_argument("--warmup-steps", type=whole("warmup-steps", 0), metavar="N", help="made by one replica alone")
     group.add_argument("--warmup-epochs", type=whole("warmup-epochs", 0), metavar="N", help="the same in epochs")
-    group.add_argument("--durability", metavar="HOW", help="where an update is before it counts: none, log, replica")
+    group.add_argument(
+        "--durability", metavar="HOW", help="what a killed server comes back from: none, log (a file), replica (a peer)"
+    )
     group.add_argument("--in-graph", action="store_true", default=None, help="all replicas as threads of one process")
 
 

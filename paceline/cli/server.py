@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from paceline.cli.plan import token_folder
 from paceline.errors import InvalidInput, SecurityError
 from paceline.exchange.secure import TOKEN, Keys, is_loopback, read_token, write_secret, write_token
 from paceline.watch.display import put
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from paceline.central.server import Server
 
 DEFAULT_LISTEN = "127.0.0.1:7070"
-CONTAINERS = "containers"  # what is to survive this process (--durability log)
+CONTAINERS = "containers"  # what is to survive this process (--durability log or replica)
 LOCK = "lock"
 BACKLOG = 1024
 
@@ -78,7 +77,6 @@ def execute(options: argparse.Namespace) -> int:
 
         sys.setswitchinterval(SWITCH_EVERY_S)
         server = Server(listener, token=token, keys=keys, folder=folder / CONTAINERS)
-        server.recover()
 
         def stop(number: int, frame: FrameType | None) -> None:
             server.stop()
@@ -86,7 +84,7 @@ def execute(options: argparse.Namespace) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, stop)
         _say_where(server, folder, options)
-        server.run()
+        server.run(recover=True)
         _say_what(server, options)
         sys.stdout.flush()
         os._exit(0)  # threads may be inside torch
@@ -130,7 +128,7 @@ def _listening(host: str, port: int, listen: str) -> Iterator[socket.socket]:
 def _token(folder: Path, given: str | None) -> str:
     """The token of the folder: as it is there, as it was given, or a new one."""
     if given is not None:
-        token = read_token(token_folder(given))
+        token = read_token(Path(given))
         write_secret(folder / TOKEN, token.encode())
         return token
     return read_token(folder) if (folder / TOKEN).exists() else write_token(folder)

@@ -283,6 +283,12 @@ class Ahead:
             return outcome
         return [self._feed.load(self._ledger, epoch, positions) for positions in ranges]
 
+    def peek(self, epoch: int, ranges: tuple[range, ...]) -> list[Any]:
+        """The micro-batches of these positions if they are loaded already, else none."""
+        with self._changed:
+            outcome = self._loaded.get((epoch, ranges))
+        return outcome if isinstance(outcome, list) else []
+
     def close(self) -> None:
         """End the thread. What is taken afterwards is loaded directly."""
         with self._changed:

@@ -19,6 +19,7 @@ from paceline.exchange.board import Board, HostWord, Phase, Word
 from paceline.exchange.life import Life
 from paceline.memory.arena import Arena
 
+LEAST_MEETING_S = 60.0  # processes that begin together may take so long until all have begun
 LOOKS_BETWEEN_CHECKS = 32  # whether the others live is asked this rarely: it costs a system call for each
 
 
@@ -31,9 +32,9 @@ class Company:
         self.count = count
         self.timeout_s = timeout_s
         self.meanwhile: Callable[[], object] = lambda: None  # is called now and then in a wait
-        store.set_timeout(timedelta(seconds=timeout_s))
         own = [] if rank else [Board.create(count, supervised=False).descriptor, *map(_segment, sizes)]
         store.set(f"rank-{rank}", "/".join(map(str, (_host(), os.getpid(), *own))))
+        self._await_all(store, "rank-")
         told = [store.get(f"rank-{other}").decode().split("/") for other in range(count)]
         for other, (host, *_) in enumerate(told):
             if host != told[rank][0]:
@@ -41,16 +42,31 @@ class Company:
                     f"ranks {rank} and {other} of the process group run on different hosts (or in different "
                     "containers): the backend paceline is for the processes of one host"
                 )
-        holder, *held = map(int, told[0][1:])
         if rank:
+            holder, *held = map(int, told[0][1:])
             own = [_opened(holder, descriptor) for descriptor in held]
         self._alive = [Life(int(pid)) for _, pid, *_ in told]
         self.board = Board(own[0])
         self.arenas = [Arena.of(descriptor) for descriptor in own[1:]]
         self.board.host_set(HostWord.CORES, len(os.sched_getaffinity(0)))
-        # Rank 0 goes on, and may close what it has opened, when everybody has it too; so does who serves the store.
+        # Rank 0 closes what it has opened when everybody has it too; and whoever serves the store goes on then.
         store.set(f"opened-{rank}", "")
-        store.wait([f"opened-{other}" for other in range(count)])
+        self._await_all(store, "opened-")
+        for arena in self.arenas:
+            arena.close()
+        os.close(own[0])
+
+    def _await_all(self, store: Store, key: str) -> None:
+        """Until every rank has set its key."""
+        limit_s = max(self.timeout_s, LEAST_MEETING_S)
+        try:
+            store.wait([f"{key}{other}" for other in range(self.count)], timedelta(seconds=limit_s))
+        except RuntimeError as error:
+            late = ", ".join(str(other) for other in range(self.count) if not store.check([f"{key}{other}"]))
+            raise Stalled(
+                f"rank {self.rank} has waited {limit_s:g} s for rank {late} to come to the process group: "
+                "all its ranks must make it at the same time"
+            ) from error
 
     def wait(self, ready: Callable[[], bool], awaited: Callable[[], Iterable[int]], doing: str) -> None:
         """Until `ready()`; `awaited()` are those it is waiting for, `doing` what for."""
@@ -85,13 +101,6 @@ class Company:
 
     def announce(self, number: int) -> None:
         self.board.set(self.rank, Word.POSTED, number)
-
-    def close(self) -> None:
-        for arena in self.arenas:
-            arena.close()
-        if self.board.descriptor >= 0:
-            os.close(self.board.descriptor)
-            self.board.descriptor = -1
 
 
 def _host() -> str:

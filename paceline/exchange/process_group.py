@@ -101,10 +101,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._company.timeout_s = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        self._company.close()
+        """Nothing is open: the memory goes with the last view of it."""
 
-    def abort(self) -> None:
-        self._company.close()
+    abort = shutdown
 
     # ── reductions ───────────────────────────────────────────────────────────────────────────────────────
 

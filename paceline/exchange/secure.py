@@ -89,11 +89,13 @@ def write_token(folder: Path) -> str:
     return token
 
 
-def read_token(folder: Path) -> str:
-    path = folder / TOKEN
+def read_token(given: Path) -> str:
+    """The token in a file, or in the folder of a server."""
+    path = given if given.is_file() else given / TOKEN
     data = _read(path, secret=True)[: _MOST_TOKEN_BYTES + 1].strip()
     if not (16 <= len(data) <= _MOST_TOKEN_BYTES and data.isascii() and data.decode().isprintable()):
-        raise SecurityError(f"{path} does not hold a token: remove it, and a new one is made")
+        hint = "give the file that does, or a server's --dir" if path is given else "remove it, and a new one is made"
+        raise SecurityError(f"{path} does not hold a token: {hint}")
     return data.decode()
 
 

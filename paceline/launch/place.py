@@ -33,7 +33,7 @@ class ServersPlace(msgspec.Struct, frozen=True, kw_only=True):
 
     addresses: list[str]
     container: str
-    token_folder: str | None = None  # where the token is
+    token_folder: str | None = None  # where the token is: the folder, or the file
     keys: str | None = None  # folder with keys for TLS
     run: str = ""  # which of those that come to running servers this is
 

@@ -59,7 +59,7 @@ def told(trainer: pl.Trainer, **more: Any) -> dict[str, Any]:
     notes = books(trainer)
     return {
         "steps": notes["step"],
-        "staleness": {int(key): count for key, count in notes["staleness"].items()},
+        "staleness": trainer.staleness,
         "dropped": notes["dropped"],
         "late": notes["late"],
         "ledger": trainer.ledger.check(),

@@ -63,7 +63,7 @@ class Fleet:
 def spare() -> dict[str, Any]:
     fleet = Fleet(Sync(3), 5 * QUICK_S)
     fleet.train(X, 12, epochs=1)
-    return told(fleet.trainer, accepted=fleet.accepted)
+    return told(fleet.trainer, accepted=fleet.accepted, accepting=fleet.trainer.accepting)
 
 
 def auto() -> dict[str, Any]:

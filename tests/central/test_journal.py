@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.central.chief import Accepted, Close
-from paceline.central.journal import AnyRecord, Journal, Made, Members, Pushed, RuleSet, TaskResult
+from paceline.central.journal import Journal
+from paceline.central.records import AnyRecord, Made, Members, Pushed, RuleSet, TaskResult
 from paceline.errors import CheckpointError, PacelineError
 from paceline.rules import Async
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import torch
 from torch import nn
 
 from paceline.central.container import Container
-from paceline.central.journal import Journal, Pushed
+from paceline.central.journal import Journal
+from paceline.central.keeping import waiting
 from paceline.central.protocol import Ask, Report, Settings, Settled, Task, TaskDone, Ticket
+from paceline.central.records import Pushed
 from paceline.central.recovery import keep, recover
 from paceline.central.shards import describe, plain_options
 from paceline.central.steps import Steps
@@ -32,28 +35,36 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 class Training:
     """A chief without other servers, and what its replicas would do."""
 
+    name, durability, servers, timeout_s = "main/one", "log", 1, 600.0
+    shapes: tuple[tuple[int, ...], ...] = ((300, 40), (7,))
+
     def __init__(self, folder: Path, rule: Rule, optimizer: str = "SGD", *, tables: bool = False, **how: Any) -> None:
-        parameters = [nn.Parameter(torch.zeros(300, 40)), nn.Parameter(torch.zeros(7))]
+        parameters = [nn.Parameter(torch.zeros(shape)) for shape in self.shapes]
         self.optimizer = OPTIMIZERS[optimizer](parameters)
         named = [(f"p{number}", parameter, 0) for number, parameter in enumerate(parameters)]
-        spec = describe(named, self.optimizer, 1, [TABLE] if tables else [])
-        settings = Settings(replicas=2, rule=rule, durability="log")
+        spec = describe(named, self.optimizer, self.servers, [TABLE] if tables else [])
+        settings = Settings(replicas=2, rule=rule, durability=self.durability, timeout_s=self.timeout_s)
         self.folder = folder
-        self.container = Container("main/one", spec, 0, settings)
-        keep(self.container, folder)
-        journal = self.container.journal
-        assert journal is not None
-        if how:
-            self.container.journal = Journal(journal.folder, **how)
+        self.container = Container(self.name, spec, 0, settings)
         self.steps = Steps(self.container, [])
+        self.keep(**how)
         self.steps.describe([("mean", torch.zeros(3)), ("count", torch.zeros((), dtype=torch.int64))], [])
         self.chance = torch.Generator().manual_seed(3)
         self.container.arena.parameters.view(torch.float32).normal_(generator=self.chance)
         self.container.fill()
         self.steps.save(wait=True)
+        assert self.container.journal is not None
+        self.container.journal.flush()
         for replica in range(2):
             self.join(replica)
         self.mean = 0.0
+
+    def keep(self, **how: Any) -> None:
+        keep(self.container, self.folder)
+        journal = self.container.journal
+        assert journal is not None
+        if how:
+            self.container.journal = Journal(journal.folder, **how)
 
     def join(self, replica: int, incarnation: int = 1) -> None:
         self.container.admit(replica, incarnation)
@@ -74,7 +85,7 @@ class Training:
         gradient.normal_(generator=self.chance)
         rows = []
         if self.container.tables:
-            ids = torch.randint(50, (6,), generator=self.chance).unique()
+            ids = torch.randint(TABLE.rows // self.servers, (6,), generator=self.chance).unique()
             rows = [Rows(ids, torch.randn(len(ids), 4, generator=self.chance))]
         pushed = Pushed(
             replica=replica,
@@ -112,12 +123,12 @@ class Training:
 
     def state(self) -> list[Any]:
         copy = self.container.copy()
-        tables = [(table.weight.tolist(), {k: v.tolist() for k, v in table.state.items()}) for table in copy.tables]
-        optimizer = {slot: {k: torch.as_tensor(v).tolist() for k, v in of.items()} for slot, of in copy.state.items()}
+        tables = [(bits(table.weight), {k: bits(v) for k, v in table.state.items()}) for table in copy.tables]
+        optimizer = {slot: {k: bits(torch.as_tensor(v)) for k, v in of.items()} for slot, of in copy.state.items()}
         buffers = [tensor.tolist() for _, tensor in self.steps.buffers.tensors]
         books = json.loads(json.dumps(self.steps.notes()))
         books.pop("next_ticket")
-        return [copy.step, copy.parameters.tolist(), optimizer, tables, buffers, books, self.steps.chief.rule]
+        return [copy.step, bits(copy.parameters), optimizer, tables, buffers, books, self.steps.chief.rule]
 
     def killed(self) -> None:
         """All that is left is on disk: go on from there."""
@@ -126,6 +137,10 @@ class Training:
         self.container, steps = found[0]
         assert steps is not None
         self.steps = steps
+
+
+def bits(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.contiguous().numpy().tobytes())
 
 
 def killed_at_once(training: Training) -> None:
@@ -152,6 +167,19 @@ def test_corrections_for_staleness_come_out_the_same(tmp_path: Path) -> None:
     killed_at_once(training)
 
 
+def test_what_corrected_one_step_does_not_correct_the_next(tmp_path: Path) -> None:
+    training = Training(tmp_path, Async(stale="compensate:0.5"))
+    training.train(2)
+    training.killed()
+    first, second = training.ask(0), training.ask(1)
+    training.container.forget_pulled()  # they have pulled from the process before
+    for replica, ticket in ((0, first), (1, second)):
+        training.push(replica, ticket)
+        training.report(replica, ticket)
+    assert training.steps.chief.staleness[1] == 3
+    killed_at_once(training)
+
+
 def test_a_training_that_was_killed_goes_on_as_one_that_was_not(tmp_path: Path) -> None:
     killed, unkilled = (Training(tmp_path / name, Async()) for name in ("killed", "unkilled"))
     for training in (killed, unkilled):
@@ -166,7 +194,7 @@ def test_snapshots_in_between_change_nothing(tmp_path: Path) -> None:
     training = Training(tmp_path, Async(), log_steps=3)
     training.train(8)
     journal = training.container.journal
-    assert journal is not None
+    assert isinstance(journal, Journal)
     journal.close()  # threads of one that was killed would not go on either
     killed_at_once(training)
     assert len(list(journal.folder.glob("*"))) == 2
@@ -181,10 +209,10 @@ def test_a_gradient_that_waits_is_there_again_also_over_a_snapshot(tmp_path: Pat
         if snapshot:
             training.steps.save(wait=True)
         gradient = training.container.arena.gradients[1].clone()
-        ((pushed, rows),) = training.container.waiting()
+        ((pushed, rows),) = waiting(training.container)
         training.killed()
         assert torch.equal(training.container.arena.gradients[1], gradient)
-        ((again, rows_again),) = training.container.waiting()
+        ((again, rows_again),) = waiting(training.container)
         assert again == pushed
         assert [part.tolist() for part in rows_again[0].tensors] == [part.tolist() for part in rows[0].tensors]
 
@@ -237,7 +265,7 @@ def test_a_log_without_its_gradients_is_refused(tmp_path: Path) -> None:
     training = Training(tmp_path, Async())
     training.train(2)
     journal = training.container.journal
-    assert journal is not None
+    assert isinstance(journal, Journal)
     journal.append(Pushed(replica=0, incarnation=1, ticket=99, untouched=[]), [memoryview(b"short")])
     with pytest.raises(CheckpointError, match="5 bytes instead of"):
         training.killed()

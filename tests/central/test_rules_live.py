@@ -5,8 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import Run, Start
 from rules_cases import AWKWARD, DIES, SLOW
+from torch import nn
+
+import paceline as pl
+from paceline.errors import StrategyError
 
 CASES = Path(__file__).with_name("rules_cases.py")
 REPLICAS = 4
@@ -20,6 +25,7 @@ def run(start: Start) -> Run:
 def test_a_step_closes_without_the_slow_replica(run: Run) -> None:
     told = run.told("spare")
     assert told["steps"] >= 480 // 12
+    assert told["accepting"] == 3
     assert len(run.told("spare", SLOW)["accepted"]) < 0.6 * told["steps"]
     for replica in set(range(REPLICAS)) - {SLOW}:
         assert len(run.told("spare", replica)["accepted"]) > 0.7 * told["steps"]
@@ -58,6 +64,16 @@ def test_statistics_are_those_of_the_accepted_replicas(run: Run) -> None:
     for replica in range(REPLICAS):
         means = run.told("statistics", replica)["means"]
         assert max(map(abs, means)) < 2.0, f"replica {replica} has statistics of samples that were not used"
+
+
+@pytest.mark.parametrize("field", ["rule", "accepting", "staleness"])
+def test_what_only_servers_have_is_said(field: str) -> None:
+    model = nn.Linear(1, 1)
+    trainer = pl.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).mean())
+    with pytest.raises(
+        StrategyError, match=f"{field} is 'set': only servers have one; start with `paceline run SCRIPT"
+    ):
+        getattr(trainer, field)
 
 
 def test_a_replica_that_dies_is_not_waited_for(run: Run) -> None:

@@ -29,11 +29,16 @@ from paceline.central import server as server_module
 from paceline.central import steps as steps_module
 from paceline.central.chief import Accepted, Chief, Close
 from paceline.central.client import Client, Servers
+from paceline.central.coding import Coding
 from paceline.central.connection import Connection
-from paceline.central.container import Coding
+from paceline.central.container import Container
+from paceline.central.keeping import whole
+from paceline.central.raw import entries_of
 from paceline.central.reader import Reader
+from paceline.central.records import Made, Members, Pulled, Pushed, RowsPut, RuleSet, TaskResult
 from paceline.central.server import Server
 from paceline.central.shards import Shards, describe
+from paceline.central.steps import Steps
 from paceline.central.tables import TableSpec
 from paceline.cli.keys import make_certificate, make_keys
 from paceline.errors import PacelineError, SecurityError, Stalled
@@ -417,6 +422,41 @@ def sensible(address: str) -> list[tuple[Any, int]]:
         (p.Copy(container="fuzz", to="copied"), 0),
         (p.Drop(container="fuzz"), 0),
         (p.Containers(), 0),
+        *kept(named, optimizer),
+    ]
+
+
+def kept(named: list[tuple[str, nn.Parameter, int]], optimizer: torch.optim.Optimizer) -> list[tuple[Any, int]]:
+    """What another server says of its share of a container."""
+    spec = describe(named, optimizer, 2, [TableSpec("rows", 10, 4, 0, True)])
+    container = Container("fuzz", spec, 0, p.Settings(replicas=2, durability="replica"))
+    container.addresses = ["127.0.0.1:1", "127.0.0.1:2"]
+    steps = Steps(container, [])
+    steps.chief.begin(0, 8, 4, 0)
+    tensors, notes = whole(container)
+    of_chief = steps.whole()[1]
+    whose: dict[str, Any] = {"container": "fuzz", "server": 0, "incarnation": 5}
+    close = Close(0, 0, 4, 0.5, [Accepted(1, 0, 1.0, 4, 0, 0, [(0, 4)])])
+    records = [
+        Pushed(replica=0, incarnation=1, ticket=1, untouched=[], rows=[1]),
+        RowsPut(table=0, key="", start=1, steps=3),
+        Pulled(replica=0),
+        Made(close=close, options=spec.optimizer.groups, scale=1.0, chapter=(8, 4, 0)),
+        TaskResult(name="evaluation", values=[1.0]),
+        RuleSet(rule=Sync(2)),
+        Members(members={0: 1}),
+    ]
+    lengths = [container.bytes + 8 + 16, 32, container.bytes, 0, 0, 0, 0]
+    snapshot = p.KeepWhole(
+        **whose, entries=entries_of(tensors.items()), notes=json.dumps({**notes, **of_chief}).encode()
+    )
+    container.close()
+    return [
+        (snapshot, sum(tensor.nbytes for tensor in tensors.values())),
+        (p.Keep(**whose, position=0, records=records, lengths=lengths), sum(lengths)),
+        (p.Keep(**whose, position=7), 0),
+        (p.Fetch(**whose), 0),
+        (p.Forget(**whose), 0),
     ]
 
 

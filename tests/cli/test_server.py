@@ -99,9 +99,9 @@ def test_what_a_joining_run_is_told(start: Start, servers: list[ServerProcess], 
     assert "container 'shape' holds another model: 0.weight of shape (7, 10) is 0.weight of shape (30, 10)" in other.err
     fewer = start(TRAIN, f"{join(servers[:1])} --container shape", "--epochs 1").end()
     assert "container 'shape' is spread over 2 servers and not over 1: give 127.0.0.1:" in fewer.err
-    (tmp_path / "token").write_text("the token of somebody else")
-    (tmp_path / "token").chmod(0o600)
-    stranger = start(TRAIN, f"--join {servers[0].address} --token {tmp_path}", "--epochs 1").end()
+    (tmp_path / "mine.txt").write_text("the token of somebody else")
+    (tmp_path / "mine.txt").chmod(0o600)
+    stranger = start(TRAIN, f"--join {servers[0].address} --token {tmp_path}/mine.txt", "--epochs 1").end()
     assert "the token is not this server's" in stranger.sentence
     with socket.create_server(("127.0.0.1", 0)) as listener:
         nobody = f"127.0.0.1:{listener.getsockname()[1]}"

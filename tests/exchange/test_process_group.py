@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 from group_cases import CASES
+from torch import distributed as dist
+
+from paceline.errors import LaunchError, Stalled
+from paceline.exchange import company
 
 RANKS = 3
 HERE = Path(__file__).parent
@@ -47,3 +51,18 @@ def test_three_processes(said: list[dict[str, str | None]], name: str) -> None:
     for rank in range(RANKS):
         assert name in said[rank], f"rank {rank} has not come to it: an earlier case failed"
         assert said[rank][name] is None, f"rank {rank}: {said[rank][name]}"
+
+
+def test_ranks_on_different_hosts_are_told() -> None:
+    store = dist.HashStore()
+    store.set("rank-1", "another-host/17")
+    with pytest.raises(LaunchError, match="ranks 0 and 1 of the process group run on different hosts"):
+        company.Company(store, 0, 2, 5.0, [])
+
+
+def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(company, "LEAST_MEETING_S", 0.0)
+    store = dist.HashStore()
+    store.set("rank-1", "somewhere/17")
+    with pytest.raises(Stalled, match=r"rank 0 has waited 0\.1 s for rank 2 to come"):
+        company.Company(store, 0, 3, 0.1, [])

@@ -153,6 +153,21 @@ def test_a_token_is_secret(tmp_path: Path) -> None:
     assert len({new_token() for _ in range(100)}) == 100
 
 
+def test_a_token_is_read_from_any_file(tmp_path: Path) -> None:
+    token = write_token(tmp_path)
+    copied = tmp_path / "of-the-cluster.txt"
+    copied.touch(0o600)
+    copied.write_text(f"{token}\n")
+    assert read_token(copied) == read_token(tmp_path / "token") == token
+    copied.write_text("short")
+    with pytest.raises(SecurityError, match=r"of-the-cluster.txt does not hold a token: give the file that does"):
+        read_token(copied)
+    copied.write_text(token)
+    copied.chmod(0o644)
+    with pytest.raises(SecurityError, match="can be read by everybody"):
+        read_token(copied)
+
+
 def test_a_file_of_others_is_not_reused_for_a_token(tmp_path: Path) -> None:
     """Who was there first must not be able to read what is written: not by an open file, not by a link."""
     (tmp_path / "elsewhere").write_text("")
