@@ -37,6 +37,7 @@ SUITE = (
     "durability",
     "layout",
     "wavefront",
+    "stages",
     "predict",
     "tiles",
 )

@@ -28,7 +28,7 @@ SIZES = {
     "full": Size(Training("lstm", 512, 2, batch_size=32, steps=12, warm_up=3)),
     "quick": Size(Training("lstm", 128, 2, batch_size=32, steps=6, warm_up=2)),
     "tiny": Size(
-        Training("lstm", 4, 2, batch_size=2, steps=2, warm_up=1),
+        Training("lstm", 4, 2, batch_size=4, steps=2, warm_up=1),
         depths=(2,),
         time_blocks=(TIME_BLOCK,),
         micro_batches=(2,),

@@ -65,6 +65,7 @@ class Centralized(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     warmup_steps: int = 0  # which one replica makes alone
     warmup_epochs: int = 0
     in_graph: bool = False  # all replicas as threads of one process
+    split: Split | None = None  # how the model of each replica is cut over several devices
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -82,6 +83,8 @@ class Centralized(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise StrategyError("durability", "replica", "it needs another server, give --servers 2 or more, or log")
         if self.warmup_steps < 0 or self.warmup_epochs < 0:
             raise StrategyError("warmup", min(self.warmup_steps, self.warmup_epochs), "give a number from 0 up")
+        if self.split is not None and self.in_graph:
+            raise StrategyError("in-graph", "set", "devices of a cut model are processes, leave it out")
         if not self.timeout_s > 0:
             raise StrategyError("timeout", self.timeout_s, "give a number of seconds above 0")
 

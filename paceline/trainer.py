@@ -270,7 +270,11 @@ def _open_course(
     from paceline.central.in_graph import InGraph
     from paceline.central.leased import Leased
 
-    kind = InGraph if isinstance(place.strategy, Centralized) and place.strategy.in_graph else Leased
+    if place.strategy.split is not None:
+        from paceline.central.cut_replica import CutLeased
+
+        return CutLeased(model, optimizer, scheduler, clip_norm, passes, place)
+    kind = InGraph if place.strategy.in_graph else Leased
     return kind(model, optimizer, scheduler, clip_norm, passes, place)
 
 

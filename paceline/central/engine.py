@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -29,9 +29,65 @@ from paceline.owners.build import announce
 from paceline.owners.engine import Closed, Computed, StateByName
 from paceline.owners.models import own_state
 from paceline.rules import Rule
-from paceline.strategy import Centralized
+from paceline.strategy import Centralized, devices_of
 
 COPY_TRIES = 4  # for a copy of everything, while servers are killed
+
+
+class LeasedEngine(Protocol):
+    """What a replica's course needs of whoever turns to the servers for it."""
+
+    gradients_ready: Callable[[], None] | None
+    rule: Rule
+
+    @property
+    def client(self) -> Client | None:
+        """Of the servers; None if another device of the replica is the one."""
+
+    @property
+    def chief(self) -> bool: ...
+
+    @property
+    def steps(self) -> int: ...
+
+    def expect(self, steps: int) -> None: ...
+
+    def ask(self, chapter: int, ledger: Ledger, stop_epoch: int) -> Ticket | Ended: ...
+
+    def step(
+        self, ticket: Ticket, compute: Callable[[Ticket], Computed], coming: Callable[[], Sequence[Any]]
+    ) -> Closed: ...
+
+    def total(self, name: str, length: int, work: Callable[[range], torch.Tensor]) -> torch.Tensor: ...
+
+    def once(self, act: Callable[[], None]) -> None: ...
+
+    def accepting(self) -> int: ...
+
+    def books(self) -> dict[str, Any]: ...
+
+    def gradients(self) -> dict[str, torch.Tensor]: ...
+
+    def model_state(self) -> dict[str, torch.Tensor]: ...
+
+    def optimizer_state(self) -> StateByName: ...
+
+    def snapshot(self) -> tuple[dict[str, torch.Tensor], StateByName, dict[str, Any]]: ...
+
+    def take_state(self, model: dict[str, torch.Tensor], optimizer: StateByName, books: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def servers_of(place: Place, number: int) -> Servers:
+    """Where the parameters of the `number`-th trainer of this script are: a second one is another training."""
+    assert place.servers is not None
+    return Servers(
+        place.servers.addresses,
+        place.servers.container if number == 1 else f"{place.servers.container}-{number}",
+        read_token(Path(place.servers.token_folder)) if place.servers.token_folder is not None else "",
+        Keys.load(Path(place.servers.keys)) if place.servers.keys is not None else None,
+    )
 
 
 class CentralizedEngine:
@@ -47,20 +103,15 @@ class CentralizedEngine:
         if self._board is not None:
             announce(self._board, self._row)
             self._board.host_set(HostWord.FIRST_REPLICA, place.host * place.replicas)
-            number = self._board.next_arena(self._row)
+            # The devices of a cut replica have one in common.
+            cut = strategy.split is not None
+            number = self._board.get(self._row, Word.ARENAS) if cut else self._board.next_arena(self._row)
             incarnation = self._board.get(self._row, Word.INCARNATION)
         else:
             number, incarnation = 1, time.time_ns()
-        folder = place.servers.keys
         self._open = partial(
             Client,
-            servers=Servers(
-                place.servers.addresses,
-                # A second trainer of the same script is another training.
-                place.servers.container if number == 1 else f"{place.servers.container}-{number}",
-                read_token(Path(place.servers.token_folder)) if place.servers.token_folder is not None else "",
-                Keys.load(Path(folder)) if folder is not None else None,
-            ),
+            servers=servers_of(place, number),
             settings=Settings(
                 replicas=strategy.replicas,
                 rule=strategy.rule,
@@ -76,7 +127,7 @@ class CentralizedEngine:
             wire_name=strategy.wire,
             share_memory=strategy.exchange != "tcp",
         )
-        self.client = self._open(model, optimizer, replica=place.rank)
+        self.client = self._open(model, optimizer, replica=place.rank // devices_of(strategy))
         if self._board is not None and not self._board.alive(self._row):
             self._board.set(self._row, Word.ADMITTED, incarnation)  # one that was started again takes part at once
         self.gradients_ready: Callable[[], None] | None = None
@@ -104,6 +155,9 @@ class CentralizedEngine:
         if rule != self._rule:
             self._rule = rule
             self.client.set_rule(rule)
+
+    def accepting(self) -> int:
+        return self.client.accepting()
 
     def expect(self, steps: int) -> None:
         if self._board is not None:

@@ -19,7 +19,6 @@ in the loss. Random numbers are one sequence for all threads, so dropout draws i
 from __future__ import annotations
 
 import atexit
-import copy
 import dataclasses
 import os
 import threading
@@ -40,11 +39,11 @@ from paceline.central.leased import NOT_YIELDED, Given, Held, Leased
 from paceline.central.protocol import Ended, Ticket
 from paceline.central.working import Worked, work_on
 from paceline.data import Ahead, Ledger
-from paceline.errors import ModelError, PacelineError, Stalled
+from paceline.errors import PacelineError, Stalled
 from paceline.exchange.board import Phase
 from paceline.launch.place import Place
 from paceline.owners.engine import Computed
-from paceline.owners.models import own_state
+from paceline.owners.models import copied
 from paceline.passes import Measure, Passes
 from paceline.rules import Rule
 
@@ -109,6 +108,8 @@ class _Replica:
 class InGraph(Leased):
     """How all replicas of one process go through the data that a chief hands out."""
 
+    _engine: CentralizedEngine
+
     def __init__(
         self,
         model: nn.Module,
@@ -127,8 +128,8 @@ class InGraph(Leased):
         super().__init__(model, optimizer, scheduler, clip_norm, passes, place)
 
     def _open_engine(self, clip_norm: float | None) -> CentralizedEngine:
-        copies = [_copied(self._model, self._optimizer) for _ in range(1, self._at_once)]
-        engine = super()._open_engine(clip_norm)
+        copies = [copied(self._model, self._optimizer, "--in-graph") for _ in range(1, self._at_once)]
+        engine = CentralizedEngine(self._model, self._optimizer, self._place, clip_norm)
         self._replicas.append(_Replica(engine.client, self._passes))
         for number, (model, optimizer) in enumerate(copies, 1):
             client = engine.another_client(model, optimizer, number)
@@ -322,19 +323,3 @@ class InGraph(Leased):
         for replica in self._replicas:
             if replica.thread is not None:
                 replica.thread.join(max(0.0, give_up - time.monotonic()))
-
-
-def _copied(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-    """The same once more, on the same parameters: a client gives them other memory."""
-    same = {
-        id(parameter): nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-        for parameter in own_state(model).parameters()
-    }
-    try:
-        return copy.deepcopy((model, optimizer), dict[int, Any](same))
-    except Exception as error:
-        raise ModelError(
-            "model",
-            type(model).__name__,
-            f"it cannot be copied for the other replicas ({error}); let copy.deepcopy work, or leave out --in-graph",
-        ) from error

@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline import checkpoint, training_state
 from paceline.central.books import books_of, notes_of
 from paceline.central.client import Client
-from paceline.central.engine import CentralizedEngine
+from paceline.central.engine import CentralizedEngine, LeasedEngine
 from paceline.central.protocol import Ended, Ticket
 from paceline.data import Ahead, Feed, Ledger
 from paceline.data.book import cut
@@ -99,7 +99,7 @@ class Leased:
         self._scheduled = 0  # how many steps the scheduler has been told
         self._held: Given | None = None
 
-    def _open_engine(self, clip_norm: float | None) -> CentralizedEngine:
+    def _open_engine(self, clip_norm: float | None) -> LeasedEngine:
         return CentralizedEngine(self._model, self._optimizer, self._place, clip_norm)
 
     # ── what can be asked ────────────────────────────────────────────────────────────────────────────────
@@ -133,7 +133,7 @@ class Leased:
 
     @property
     def accepting(self) -> int:
-        return self._engine.client.accepting()
+        return self._engine.accepting()
 
     @property
     def staleness(self) -> dict[int, int]:
@@ -166,7 +166,8 @@ class Leased:
         if isinstance(answer, Ended):
             return answer
         (held,) = self._load([answer], ledger, ahead)
-        self._engine.client.expect(held.micro_batches)
+        if self._engine.client is not None:
+            self._engine.client.expect(held.micro_batches)
         return held
 
     def _load(self, tickets: Sequence[Ticket], ledger: Ledger, ahead: Ahead) -> list[Held]:
@@ -223,29 +224,34 @@ class Leased:
         return closed.loss
 
     def _computing(
-        self, held: Held, passes: Passes, model: nn.Module, client: Client, seed: int | None
+        self, held: Held, passes: Passes, model: nn.Module, client: Client | None, seed: int | None
     ) -> Callable[[Ticket], Computed]:
         """Forward and backward of a ticket, on what the user has made of its batch."""
 
         def around(number: int, is_last: bool) -> AbstractContextManager[None]:
+            assert client is not None
             client.begin_pass(held.micro_batches[number], is_last=is_last)
             return nullcontext()
 
         def compute(ticket: Ticket) -> Computed:
-            if ticket != held.ticket:
-                if held.changed:
-                    raise PacelineError(
-                        "a replica died and its samples cannot be computed, because the batch given to trainer.step "
-                        "is not the one that trainer.batches yielded: transform it in the dataset or in the loss"
-                    )
-                held.ticket, held.micro_batches = ticket, held.ahead.take(*self._request(ticket))
-            _epoch, runs = self._request(held.ticket)
-            sizes = [len(run) for run in runs]
+            sizes = self._turn_to(held, ticket)
             whole, number = sum(sizes), held.ticket.step
             loss = passes.run(model, held.micro_batches, sizes, whole=whole, number=number, seed=seed, around=around)
             return Computed(loss, whole)
 
         return compute
+
+    def _turn_to(self, held: Held, ticket: Ticket) -> list[int]:
+        """Have the batch of this ticket, which may be another one after a death; the samples of each pass."""
+        if ticket != held.ticket:
+            if held.changed:
+                raise PacelineError(
+                    "a replica died and its samples cannot be computed, because the batch given to trainer.step "
+                    "is not the one that trainer.batches yielded: transform it in the dataset or in the loss"
+                )
+            held.ticket, held.micro_batches = ticket, held.ahead.take(*self._request(ticket))
+        _epoch, runs = self._request(held.ticket)
+        return [len(run) for run in runs]
 
     # ── evaluation ───────────────────────────────────────────────────────────────────────────────────────
 

@@ -146,6 +146,8 @@ def resolve(options: argparse.Namespace) -> Plan:
         raise StrategyError("on-failure", on_failure, "a cut model needs all its devices: give stop")
     if split is not None and hosts > 1 and (strategy.replicas % hosts or "emulate" in given):
         raise StrategyError("nnodes", hosts, "a model is cut over devices of one host, and replicas on one host so far")
+    if split is not None and hosts > 1 and isinstance(strategy, Centralized):
+        raise StrategyError("nnodes", hosts, "a cut model with servers works on one host so far")
     if hosts > 1 and on_failure != "stop":
         raise StrategyError("on-failure", on_failure, "between several hosts no death is survived yet: give stop")
     return Plan(
@@ -202,10 +204,9 @@ def addresses(field: str, text: str) -> list[str]:
 
 def _strategy(given: Mapping[str, Any], replicas: int, split: Split | None) -> Strategy:
     common = {name: given[name] for name in ("wire", "exchange", "timeout_s") if name in given}
-    if split is not None and ("servers" in given or "join" in given):
-        flag = "servers" if "servers" in given else "join"
-        raise StrategyError(flag, given[flag], "replicas of a cut model are mirrored so far, leave it out")
     if "only" in given:
+        if split is not None:
+            raise StrategyError("only", given["only"], "a cut model has no tables on servers so far, leave it out")
         return _with_tables_on_servers(given, replicas)
     if "servers" in given or "join" in given:
         if "batchnorm" in given and given["batchnorm"] != "local":
@@ -215,6 +216,7 @@ def _strategy(given: Mapping[str, Any], replicas: int, split: Split | None) -> S
         return Centralized(
             replicas=replicas,
             rule=_rule(given),
+            split=split,
             **common,
             **joined,
             **{name: given[name] for name in centralized if name in given},

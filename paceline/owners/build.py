@@ -31,21 +31,73 @@ from paceline.owners.state import StateLayout, needs_whole_tensors
 SMALLEST_SCRATCH_BYTES = 4096
 
 
-class SharedModel:
-    """A model whose parameters lie in an arena, with everything known that owners need."""
+class ModelInArena:
+    """A model, and the arena in which its parameters lie whole."""
+
+    arena: ModelArena
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, owners: int) -> None:
+        named = grouped_parameters(model, optimizer)
+        self._device = _device_of(named)
+        self.layout = Layout.plan(named, owners=owners, whole_tensors=needs_whole_tensors(optimizer))
+        by_name = {name: parameter for name, parameter, _ in named}
+        self.parameters = [by_name[slot.name] for slot in self.layout.slots]
+        self.buffers = buffers_of(model)
+        self._buffer_shapes = [tuple(buffer.shape) for buffer in self.buffers]  # before a cut makes parts of them
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        return [p for slot, p in zip(self.layout.slots, self.parameters, strict=True) if slot.group is not None]
+
+    @property
+    def buffer_bytes(self) -> int:
+        return sum(aligned(buffer.nbytes) for buffer in self.buffers)
+
+    def fill(self, arena: ModelArena) -> None:
+        """Make `arena` the home of this process's parameters."""
+        self.arena = arena
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            self.arena.parameter(slot).copy_(parameter.detach())
+        self.point_to_arena()
+
+    def point_to_arena(self) -> None:
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            parameter.data = self.arena.parameter(slot)
+
+    def compare_values(self, here: str, there: str) -> None:
+        """The model's values must be those in the arena, bit by bit; `there`: who has put those in."""
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            theirs, mine = self.arena.parameter(slot), parameter.detach()
+            if not torch.equal(theirs, mine) and not torch.equal(theirs.isnan(), mine.isnan()):
+                raise ModelError("model", slot.name, "it holds NaN in one replica only")
+            if not torch.equal(theirs.nan_to_num(), mine.nan_to_num()):
+                difference = (theirs - mine).abs().max().item()
+                raise ModelError(
+                    "model",
+                    slot.name,
+                    f"this parameter differs between {there} and {here} by {difference:g} at "
+                    "the start; set the same seed in every process before the model is made",
+                )
+
+    def buffer_places(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """For each buffer, where the whole of it may lie in the arena."""
+        places, offset = [], 0
+        for buffer, shape in zip(self.buffers, self._buffer_shapes, strict=True):
+            size = math.prod(shape) * buffer.dtype.itemsize
+            places.append((self.arena.buffers[offset : offset + size].view(buffer.dtype).view(shape), buffer))
+            offset = aligned(offset + size)
+        return places
+
+
+class SharedModel(ModelInArena):
+    """A model that all replicas of a host share, with everything known that owners need."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, together: Together, *, several_hosts: bool, sparse: bool = False
     ) -> None:
         """`sparse`: not all of the arena will be used, so take what is, and no more."""
         board = together.board
-        named = grouped_parameters(model, optimizer)
-        self._device = _device_of(named)
-        self.layout = Layout.plan(named, owners=board.replicas, whole_tensors=needs_whole_tensors(optimizer))
-        by_name = {name: parameter for name, parameter, _ in named}
-        self.parameters = [by_name[slot.name] for slot in self.layout.slots]
-        self.buffers = buffers_of(model)
-        self._buffer_shapes = [tuple(buffer.shape) for buffer in self.buffers]  # before a cut makes parts of them
+        super().__init__(model, optimizer, board.replicas)
         self._users_state = {
             number: dict(optimizer.state[parameter])
             for number, parameter in enumerate(self.parameters)
@@ -56,17 +108,12 @@ class SharedModel:
             replicas=board.replicas,
             state_blocks=tuple(self.states.block_bytes),
             scratch_bytes=_scratch_bytes(model),
-            buffer_bytes=sum(aligned(buffer.nbytes) for buffer in self.buffers),
+            buffer_bytes=self.buffer_bytes,
             several_hosts=several_hosts,
         )
         self._sparse = sparse
         self._together = together
         self._replica = together.replica
-        self.arena: ModelArena
-
-    @property
-    def trained(self) -> list[nn.Parameter]:
-        return [p for slot, p in zip(self.layout.slots, self.parameters, strict=True) if slot.group is not None]
 
     @property
     def users_state(self) -> dict[int, dict[str, Any]]:
@@ -77,7 +124,7 @@ class SharedModel:
         """Come to have an arena in common with the other replicas, which all call this."""
         number = self._together.board.next_arena(self._replica)
         if self._together.board.replicas == 1:
-            self._fill(ModelArena.private(self.layout, self._sizes, self._device))
+            self.fill(ModelArena.private(self.layout, self._sizes, self._device))
         else:
             self._together.attempt(lambda members: self._try_to_share(number, members))
 
@@ -97,7 +144,7 @@ class SharedModel:
         board.work_on(members, Kind.BUILD, Phase.STARTING)
         if not hasattr(self, "arena"):
             if members.chief == self._replica and board.arena_holder(number) is None:
-                self._fill(ModelArena.create(self.layout, self._sizes, sparse=self._sparse))
+                self.fill(ModelArena.create(self.layout, self._sizes, sparse=self._sparse))
                 board.hold_arena(self._replica, number, self.arena.arena.descriptor)
             else:
                 self._attach(number, members.chief, compare=True)
@@ -133,34 +180,9 @@ class SharedModel:
         _compare_descriptions(self.layout.describe(), ModelArena.described(arena), self._replica, holder)
         self.arena = ModelArena(arena, self.layout, self._sizes)
         if compare:
-            self._compare_values(holder)
-        self._point_to_arena()
+            self.compare_values(f"{self._replica}", f"replica {holder}")
+        self.point_to_arena()
         board.hold_arena(self._replica, number, arena.descriptor)
-
-    def _fill(self, arena: ModelArena) -> None:
-        """Make `arena` the home of this replica's parameters."""
-        self.arena = arena
-        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
-            self.arena.parameter(slot).copy_(parameter.detach())
-        self._point_to_arena()
-
-    def _point_to_arena(self) -> None:
-        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
-            parameter.data = self.arena.parameter(slot)
-
-    def _compare_values(self, holder: int) -> None:
-        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
-            theirs, mine = self.arena.parameter(slot), parameter.detach()
-            if not torch.equal(theirs, mine) and not torch.equal(theirs.isnan(), mine.isnan()):
-                raise ModelError("model", slot.name, "it holds NaN in one replica only")
-            if not torch.equal(theirs.nan_to_num(), mine.nan_to_num()):
-                difference = (theirs - mine).abs().max().item()
-                raise ModelError(
-                    "model",
-                    slot.name,
-                    f"this parameter differs between replica {holder} and {self._replica} by {difference:g} at "
-                    "the start; set the same seed in every process before the model is made",
-                )
 
     def compare_hosts(self, links: Links) -> None:
         """All hosts must start from the same parameters, bit by bit."""
@@ -190,15 +212,6 @@ class SharedModel:
             buffer.copy_(place)
             if links is not None:
                 buffer.copy_(links.sum(buffer if links.host == 0 else torch.zeros_like(buffer)))
-
-    def buffer_places(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """For each buffer, where the whole of it may lie in the arena."""
-        places, offset = [], 0
-        for buffer, shape in zip(self.buffers, self._buffer_shapes, strict=True):
-            size = math.prod(shape) * buffer.dtype.itemsize
-            places.append((self.arena.buffers[offset : offset + size].view(buffer.dtype).view(shape), buffer))
-            offset = aligned(offset + size)
-        return places
 
 
 def announce(board: Board, replica: int) -> None:

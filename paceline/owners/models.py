@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -49,3 +52,19 @@ def grouped_parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str
 def buffers_of(model: nn.Module) -> list[torch.Tensor]:
     """Every buffer a forward may change, counters included."""
     return list(own_state(model).buffers())
+
+
+def copied(model: nn.Module, optimizer: Optimizer, flag: str) -> tuple[nn.Module, Optimizer]:
+    """The same once more, on the same parameters: a client of servers gives them other memory. `flag` asks for that."""
+    same = {
+        id(parameter): nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+        for parameter in own_state(model).parameters()
+    }
+    try:
+        return copy.deepcopy((model, optimizer), dict[int, Any](same))
+    except Exception as error:
+        raise ModelError(
+            "model",
+            type(model).__name__,
+            f"it cannot be copied ({error}); let copy.deepcopy work, or leave out {flag}",
+        ) from error

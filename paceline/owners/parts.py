@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from paceline.owners.build import SharedModel
+from paceline.owners.build import ModelInArena
 from paceline.owners.gradients import Destination, Nowhere, Whole
 from paceline.owners.models import own_state
 from paceline.split.cut import WHOLE, Cut, Part
@@ -20,7 +20,7 @@ from paceline.split.cut import WHOLE, Cut, Part
 class Parts:
     """One device's parts."""
 
-    def __init__(self, cut: Cut, shared: SharedModel, process: int, model: nn.Module) -> None:
+    def __init__(self, cut: Cut, shared: ModelInArena, process: int, model: nn.Module) -> None:
         self._cut = cut
         self._shared = shared
         self._model = own_state(model)

@@ -47,8 +47,8 @@ class Word(enum.IntEnum):
     CLEARED = 1024  # by device: the last failure after which it has thrown everything away
 
 
-class GivenUp(Exception):
-    """Another device failed in this request."""
+class GivenUp(BaseException):
+    """Another device failed in this request. Not for a model's own `except Exception` to catch."""
 
 
 class Slate:

@@ -109,13 +109,14 @@ class Predictor:
             mine.lives = {0: Life(self._process)}
             work(Device(model, split, dims, mine, self._slate), mine, self._slate, bell)
 
+        # The caller's own first: what a cut imports is imported once, and what is wrong with it comes up here.
+        self._peers = peers(0)
+        self._device = Device(model, split, dims, self._peers, self._slate)
         for rank in range(1, self.devices):
             self._others.start(rank, life)
+        self._peers.lives = self._others.lives
         boxes.close()
         os.close(board.descriptor)
-        self._peers = peers(0)
-        self._peers.lives = self._others.lives
-        self._device = Device(model, split, dims, self._peers, self._slate)
         self._end = weakref.finalize(self, self._others.end)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -134,6 +135,8 @@ class Predictor:
         peers, slate = self._peers, self._slate
         if peers.somebody_failed:  # after the last answer was complete
             self._recover(others, slate.reason)
+            if self._ended is not None:
+                raise ReplicaDied(f"this predictor has ended ({self._ended}): load the model again")
         slate[Word.REQUEST] = peers.request = slate[Word.REQUEST] + 1
         others.ring()
         try:

@@ -63,15 +63,15 @@ class _Sliced(torch.autograd.Function):
 
 
 def copied(x: torch.Tensor, group: Group) -> torch.Tensor:
-    return _Copied.apply(x, group) if group.count > 1 else x  # type: ignore[no-untyped-call, no-any-return]
+    return _Copied.apply(x, group) if group.count > 1 else x  # type: ignore[no-untyped-call]
 
 
 def reduced(x: torch.Tensor, group: Group) -> torch.Tensor:
-    return _Reduced.apply(x, group) if group.count > 1 else x  # type: ignore[no-untyped-call, no-any-return]
+    return _Reduced.apply(x, group) if group.count > 1 else x  # type: ignore[no-untyped-call]
 
 
 def gathered(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
-    return _Gathered.apply(x, group, dim) if group.count > 1 else x  # type: ignore[no-untyped-call, no-any-return]
+    return _Gathered.apply(x, group, dim) if group.count > 1 else x  # type: ignore[no-untyped-call]
 
 
 def sliced(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:

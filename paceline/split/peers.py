@@ -62,6 +62,7 @@ class Peers:
         others = [other for other in range(count) if other != rank]
         self._out = {other: _Outbox(arena, self._box(rank, other)) for other in others}
         self._in = {other: _Inbox(arena, self._box(other, rank)) for other in others}
+        self._told = 0  # words of what the first device has told all
 
     @classmethod
     def meet(cls, together: Together, count: int) -> Peers:
@@ -131,9 +132,9 @@ class Peers:
             if ready():  # type: ignore[operator]
                 return True
             if not alive:
+                who = f"device {other} of the same replica" if other >= 0 else "device 0 of replica 0"
                 raise ReplicaDied(
-                    f"device {self.rank} waits for device {other} of the same replica, whose process has ended: "
-                    "a cut model needs all its devices"
+                    f"device {self.rank} waits for {who}, whose process has ended: a cut model needs all its devices"
                 )
             return False
 
@@ -148,6 +149,27 @@ class Peers:
     @property
     def everyone(self) -> Group:
         return self.along(range(self.count))
+
+    # ── all replicas ─────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the first device of the first replica, of all on this host."""
+        return self._process == 0
+
+    def tell_all(self, numbers: Sequence[int] | None = None) -> list[int]:
+        """What the first device of all says, on every device of every replica: what they must decide alike."""
+        # Nobody sends to itself, so the first device's mailbox to itself is free. Nothing there is written twice.
+        words = self._arena.view(0, torch.int64, [BOX_BYTES // 8])[self._told :]
+        if self.first:
+            assert numbers is not None
+            words[1 : 1 + len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
+            words[0] = 1 + len(numbers)  # after what it announces
+        elif not words[0]:
+            self._wait(-self._first, lambda: bool(words[0]))
+        length = int(words[0])
+        self._told += length
+        return words[1:length].tolist()
 
     def close(self) -> None:
         self._arena.close()

@@ -132,7 +132,7 @@ def test_in_graph_and_between_graph_sync_and_async_come_to_the_same_accuracy(run
 FAILURES: dict[str, tuple[str, str]] = {
     "a failing replica": ("no more of this on replica 1", "breaks"),
     "a loss that does not use its model": ("loss is 'computed': no parameter has a gradient", "work_on"),
-    "a model that cannot be copied": ("model is 'Uncopied': it cannot be copied", "_copied"),
+    "a model that cannot be copied": ("model is 'Uncopied': it cannot be copied", "copied"),
     "too few batches": ("trainer.step was given the batches of 2 replicas instead of 3", "take"),
     "no batch": ("trainer.step was given a batch that trainer.batches did not yield", "step"),
 }

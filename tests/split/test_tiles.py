@@ -24,7 +24,7 @@ from paceline.split.peers import BOX_BYTES
 MOST_DEVICES = 4
 CLOSE = 1e-9  # tensors are of float64
 
-Measure = Callable[[dict[str, Any]], str | None]
+Measure = Callable[[dict[str, Any]], list[dict[str, Any]]]
 
 
 def mailboxes(count: int) -> int:
@@ -35,8 +35,8 @@ def mailboxes(count: int) -> int:
 
 @pytest.fixture(scope="module")
 def measure() -> Iterator[Measure]:
-    """`measure(case)` lets real processes compute a case, and fails unless all are close to one process. The sentence
-    by which all of them refuse it, if they do."""
+    """`measure(case)` lets real processes compute a case, and fails unless all that did are close to one process. What
+    each of them says."""
     board = Board.create(MOST_DEVICES, supervised=False)
     descriptors = [board.descriptor, *(mailboxes(count) for count in range(1, MOST_DEVICES + 1))]
     script = Path(__file__).with_name("tiles_device.py")
@@ -51,7 +51,7 @@ def measure() -> Iterator[Measure]:
         for rank in range(MOST_DEVICES)
     ]
 
-    def measured(case: dict[str, Any]) -> str | None:
+    def measured(case: dict[str, Any]) -> list[dict[str, Any]]:
         for device in devices:
             assert device.stdin is not None
             device.stdin.write(json.dumps(case) + "\n")
@@ -60,14 +60,10 @@ def measure() -> Iterator[Measure]:
         answers = answers[: case["rows"] * case["columns"]]
         failed = [f"device {rank}: {answer['failed']}" for rank, answer in enumerate(answers) if "failed" in answer]
         assert not failed, min(failed, key=lambda text: "gave up after" in text)  # the others have waited for it
-        if "refused" in answers[0]:
-            (sentence,) = {answer["refused"] for answer in answers}
-            assert isinstance(sentence, str)
-            return sentence
         for rank, answer in enumerate(answers):
-            for name, distance in answer["distances"].items():
+            for name, distance in answer.get("distances", {}).items():
                 assert distance < CLOSE, f"device {rank}: {name} is {distance} away, in {answer['model']}"
-        return None
+        return answers
 
     yield measured
     for device in devices:
@@ -198,8 +194,8 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
 @given(cases())
 @settings(max_examples=40, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 def test_any_stack_gives_what_one_process_gives(measure: Measure, case: dict[str, Any]) -> None:
-    sentence = measure(case)
-    assert sentence is None or "too few for" in sentence
+    for answer in measure(case):
+        assert "distances" in answer or "too few for" in answer["refused"]
 
 
 # ── real runs ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -248,10 +244,15 @@ def test_verify_finds_no_difference(tmp_path: Path) -> None:
 # ── bad input ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def refused(measure: Measure, layers: list[Any], **changed: Any) -> str:
+def case_of(layers: list[Any], **changed: Any) -> dict[str, Any]:
     case = {"rows": 2, "columns": 1, "seed": 0, "shape": [1, 2, 6, 6], "layers": layers, "head": "pool"}
-    sentence = measure({**case, "input_wanted": False, "last": False, **changed})
-    assert sentence is not None
+    return {**case, "input_wanted": False, "last": False, **changed}
+
+
+def refused(measure: Measure, layers: list[Any], **changed: Any) -> str:
+    """The sentence by which all devices refuse it."""
+    (sentence,) = {answer["refused"] for answer in measure(case_of(layers, **changed))}
+    assert isinstance(sentence, str)
     return sentence
 
 
@@ -289,7 +290,47 @@ def test_an_op_that_changes_a_part_of_a_tile_in_place_is_refused_by_name(measure
     )
 
 
+def test_a_run_that_cannot_be_cut_ends_with_one_sentence_before_its_first_step(start: Start) -> None:
+    script = """
+import torch
+from torch import nn
+import paceline as pl
+model = nn.Linear(4, 1)
+trainer = pl.Trainer(model, torch.optim.SGD(model.parameters(), 0.1), lambda model, x: model(x).mean())
+for batch in trainer.batches(torch.zeros(8, 4), 4):
+    trainer.step(batch)
+"""
+    run = start(script, "--tiles 2").end()
+    assert run.code == 1
+    assert "model is 'Linear': it has no convolution or pooling, so no image to cut into tiles 2x1, only Linear: " in (
+        run.sentence
+    )
+
+
+# ── the rest ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 def test_sequences_and_volumes_are_cut_along_their_first_dims(measure: Measure) -> None:
     for head, shape in (("sequence", [2, 3, 17]), ("volume", [1, 2, 7, 6, 5])):
-        case = {"rows": 2, "columns": 1, "seed": 0, "shape": shape, "layers": [], "head": head, "input_wanted": True}
-        assert measure({**case, "last": False}) is None
+        for answer in measure(case_of([], head=head, shape=shape, input_wanted=True)):
+            assert answer["distances"]
+
+
+CONV: Any = ["Conv2d", {"out": 2, "kernel_size": 3, "padding": 1}]
+REFLECT: Any = ["Conv2d", {"out": 2, "kernel_size": 3, "padding": 1, "padding_mode": "reflect"}]
+
+
+def test_the_head_is_the_first_devices_alone_and_statistics_before_it_are_of_all(measure: Measure) -> None:
+    layers = [CONV, ["BatchNorm2d", {}], ["Squeeze", {"way": "mean"}]]
+    for rank, answer in enumerate(measure(case_of(layers))):
+        assert answer["first alone"] == (["5.bias", "5.weight"] if rank else [])
+        assert answer["over devices"] == ["1"]
+        assert answer["warned"] == []
+
+
+def test_gathering_a_large_image_in_the_middle_is_told_once(measure: Measure) -> None:
+    first, *others = measure(case_of([CONV, REFLECT, CONV]))
+    assert first["warned"] == [
+        "tiles: 1 (Conv2d) gathers the image for pad, which is exact and no faster than on one device"
+    ]
+    assert all(answer["warned"] == [] for answer in others)

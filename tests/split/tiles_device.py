@@ -10,6 +10,7 @@ import copy
 import json
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -209,20 +210,28 @@ def measure(case: dict[str, Any], peers: Peers) -> dict[str, Any]:
         expected = compute(model, x, None, Statistics())
     except RuntimeError as error:  # layers that change in place what another needs: torch itself has no gradient
         assert "inplace" in str(error)
-        return {"distances": {}}
+        return {"distances": {}, "warned": []}
     cut, statistics = TilesCut(Tiles(rows=case["rows"], columns=case["columns"]), peers), Statistics()
     make_exact(own, Statistics())
-    try:
-        cut.prepare(own, ((own_x,), {}))
-    except InvalidInput as error:
-        return {"refused": str(error)}
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            cut.prepare(own, ((own_x,), {}))
+        except InvalidInput as error:
+            return {"refused": str(error)}
     for module in own.modules():
         if isinstance(module, _BatchNorm) and cut.over_devices(module):
             module._statistics = statistics  # type: ignore[assignment]
     statistics.sum = peers.everyone.all_reduce
     found = compute(own, own_x, cut, statistics)
     assert found.keys() == expected.keys()
-    return {"distances": {name: _distance(found[name], expected[name]) for name in expected}, "model": str(model)}
+    return {
+        "distances": {name: _distance(found[name], expected[name]) for name in expected},
+        "model": str(model),
+        "warned": [str(warning.message) for warning in warned],
+        "first alone": sorted(name for name, _ in own.named_parameters() if not cut.part_of(name).adds),
+        "over devices": sorted(name for name, module in own.named_modules() if cut.over_devices(module)),
+    }
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:

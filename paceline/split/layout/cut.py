@@ -6,15 +6,17 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 from paceline.errors import ModelError, StrategyError
 from paceline.split.cut import SAME, WHOLE, Cut, Example, Part
 from paceline.split.layout.atoms import Atom, leaves
 from paceline.split.layout.dimensions import Dimensions
-from paceline.split.layout.graph import Call
 from paceline.split.layout.plan import Axes, Planner, Usage
 from paceline.split.peers import Group, Peers
+from paceline.split.stages.trace import Traced, tensors
 from paceline.split.values import BATCH, Layout
 
 
@@ -29,14 +31,20 @@ class LayoutCut(Cut):
         self._usage = Usage()
         self._dimensions: Dimensions
         self._axes: Axes
-        self._graphs: dict[tuple[Any, ...], nn.Module] = {}
+        self._graphs: list[tuple[Traced, nn.Module]] = []
+        self._model: nn.Module
 
     def prepare(self, model: nn.Module, example: Example) -> None:
         if hasattr(model, "_orig_mod"):
             raise ModelError("model", "compiled", "a model is cut first and compiled never, leave out torch.compile")
+        self._model = model
         self._dimensions = dimensions = Dimensions(model)
+        mode = model.training
+        traces = []
         for training in (True, False):
-            dimensions.trace(Call(example, training))
+            model.train(training)
+            traces.append(dimensions.trace(example, grad=training))
+        model.train(mode)
         names = dimensions.names(self._patterns)
         cuts: dict[Atom, str] = {}
         for dim, axis in self._layout.layout.items():
@@ -51,26 +59,20 @@ class LayoutCut(Cut):
                     f"that dim has {atom.size} elements and the axis {self._layout.axes[axis]} devices",
                 )
         self._axes = Axes(self._groups, cuts)
-        for key, found in dimensions.traces.items():
-            self._graphs[key] = Planner(found, self._axes, self._usage).rewrite()
+        for traced, found in traces:
+            self._graphs.append((traced, Planner(found, self._axes, self._usage).rewrite()))
         self._check_usage()
+        model.forward = self._forward
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            call = Call((args, kwargs), model.training)
-            return self._graph(call)(*call.tensors)
-
-        model.forward = forward
-
-    def _graph(self, call: Call) -> nn.Module:
-        if call.key not in self._graphs:  # another kind of call than before
-            model = self._dimensions._model
-            whole = model.__dict__.pop("forward")
-            try:
-                found = self._dimensions.trace(call)
-            finally:
-                model.forward = whole
-            self._graphs[call.key] = Planner(found, self._axes, self._usage).rewrite()
-        return self._graphs[call.key]
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, spec = tree_flatten((args, kwargs))
+        for traced, graph in self._graphs:
+            if traced.fits(self._model, leaves, spec):
+                return graph(*tensors(leaves))
+        # Another kind of call than any before.
+        traced, found = self._dimensions.trace((args, kwargs), grad=torch.is_grad_enabled())
+        self._graphs.append((traced, Planner(found, self._axes, self._usage).rewrite()))
+        return self._graphs[-1][1](*tensors(leaves))
 
     def _check_usage(self) -> None:
         for name, axes in self._usage.summand.items():

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
+from paceline.split.cut import Example
 from paceline.split.layout.atoms import Atom, Dims
-from paceline.split.layout.graph import Call, Shapes, on_meta, trace
+from paceline.split.layout.graph import Shapes, follow, on_meta
 from paceline.split.layout.names import Names
 from paceline.split.layout.rules import Trace
+from paceline.split.stages.trace import Traced, tensors
 
 
 class Dimensions:
@@ -19,6 +21,7 @@ class Dimensions:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._forward = model.forward
         self.meta = on_meta(model)
         self.parameters: dict[str, Dims] = {}
         of: dict[torch.Tensor, Dims] = {}  # tied ones are one
@@ -27,23 +30,23 @@ class Dimensions:
             *self.meta.named_buffers(remove_duplicate=False),
         ):
             self.parameters[name] = of.setdefault(tensor, [[Atom(size)] for size in tensor.shape])
-        self.traces: dict[tuple[Any, ...], Trace] = {}
+        self._inputs: list[Dims] = []
 
-    def trace(self, call: Call) -> Trace:
-        """The model called so, with all dims that are the same joined."""
-        graph = trace(self._model, call)
-        for node in graph.nodes:  # tensors that the forward has made have become attributes of the model
+    def trace(self, example: Example, *, grad: bool) -> tuple[Traced, Trace]:
+        """The model called so, in the mode it is in, with all dims that are the same joined."""
+        traced = follow(self._model, self._forward, example, grad=grad)
+        for node in traced.graph.nodes:  # tensors that came from elsewhere have become attributes of the model
             if node.op == "get_attr" and "." not in node.target and not hasattr(self.meta, node.target):
                 setattr(self.meta, node.target, torch.empty_like(getattr(self._model, node.target), device="meta"))
-        shapes = Shapes(self.meta.train(call.training), graph)
-        with torch.no_grad():
-            shapes.run(*[torch.empty_like(tensor, device="meta") for tensor in call.tensors])
-        self.traces[call.key] = found = Trace(self._model, graph, shapes.found, self.parameters)
+        self.meta.train(self._model.training)
+        shapes = Shapes(self.meta, traced.graph).of(tensors(tree_leaves(example)))
+        found = Trace(self._model, traced.graph, shapes, self.parameters)
         found.run()
-        return found
+        self._inputs += found.inputs
+        return traced, found
 
     def names(self, patterns: Mapping[str, str]) -> Names:
         trained = {name: self.parameters[name] for name, _ in self.meta.named_parameters()}
-        names = Names(self._model, trained, [dims for found in self.traces.values() for dims in found.inputs])
+        names = Names(self._model, trained, self._inputs)
         names.give(patterns)
         return names

@@ -12,7 +12,6 @@ from torch import nn
 from paceline.split.cut import Example
 from paceline.split.layout.atoms import leaves
 from paceline.split.layout.dimensions import Dimensions
-from paceline.split.layout.graph import Call
 
 
 def tell_dims(model: nn.Module, example: Example, patterns: Mapping[str, str], path: Path) -> None:
@@ -22,7 +21,7 @@ def tell_dims(model: nn.Module, example: Example, patterns: Mapping[str, str], p
 
 def dims_of(model: nn.Module, example: Example, patterns: Mapping[str, str]) -> dict[str, Any]:
     dimensions = Dimensions(model)
-    dimensions.trace(Call(example, training=True))
+    dimensions.trace(example, grad=True)
     names = dimensions.names(patterns)
     rows = [
         {"parameter": name, "shape": list(parameter.shape), "dims": names.describe(name)}

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import TreeSpec, tree_flatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from paceline.errors import DataError, ModelError
 from paceline.passes import mixed
@@ -63,6 +63,7 @@ class StagesCut(Cut):
         self._parts: list[Part] = []  # by way to call the model; the first is the one that was measured
         self._places: list[int] = []
         self._random: list[int] = []
+        self._buffers: list[str] = []
         self._owners: dict[str, int] = {}  # by buffer, the stage that has it
         self._changed: dict[str, int] = {}  # the same for those that training changes
         self._flight: _Flight | None = None
@@ -74,8 +75,7 @@ class StagesCut(Cut):
     # ── who does what ────────────────────────────────────────────────────────────────────────────────────
 
     def prepare(self, model: nn.Module, example: Example) -> None:
-        compiled = next((name for name, module in model.named_modules() if _is_compiled(module)), None)
-        if compiled is not None and (compiled == "" or _is_compiled(model)):
+        if hasattr(model, "_orig_mod") or model._compiled_call_impl is not None:
             raise ModelError(
                 "model", type(model).__name__, "a compiled model cannot be cut by layer, leave out torch.compile"
             )
@@ -94,22 +94,21 @@ class StagesCut(Cut):
         traced = trace(model, self._forward, leaves, spec, grad=True)
         names = self._split.cut_at
         named = divide.at_modules(model, traced, names)  # on every device: what is wrong is said at once
-        buffers = [name for name, _ in model.named_buffers()]
+        buffers = self._buffers = [name for name, _ in model.named_buffers()]
         decision = None
-        if self._stage == 0:
+        if self.peers.first:  # replicas have to be cut alike: those that have the same layer share its statistics
             measured = self._measure(model, traced, leaves, spec)
-            divide.check(traced, measured, named, names)
+            divide.check(measured, named, names)
             places = named or divide.by_cost(traced, measured, self._split.stages)
-            changed = [buffers.index(name) for name in measured.changed]
-            decision = [torch.tensor(found, dtype=torch.int64) for found in (places, measured.random, changed)]
-        everyone = self.peers.everyone
-        found = [everyone.broadcast(decision[number] if decision else None).tolist() for number in range(3)]
-        self._places, self._random = found[0], found[1]
+            decision = [places, measured.random, [buffers.index(name) for name in measured.changed]]
+        self._places, self._random, changed = (
+            self.peers.tell_all(decision[number] if decision is not None else None) for number in range(3)
+        )
         used = buffers_used(model, traced)
         for number, names_here in enumerate(used):
             for name in names_here:
                 self._owners.setdefault(name, self._stage_of(number, self._places))
-        self._changed = {buffers[number]: self._owners.get(buffers[number], 0) for number in found[2]}
+        self._changed = {buffers[number]: self._owners.get(buffers[number], 0) for number in changed}
         self._parts = [Part(model, traced, self._places, self._stage, self._random)]
 
     def _measure(self, model: nn.Module, traced: Traced, leaves: list[Any], spec: TreeSpec) -> Measured:
@@ -129,7 +128,7 @@ class StagesCut(Cut):
 
         def forward() -> Any:
             copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-            args, kwargs = torch.utils._pytree.tree_unflatten(copies, spec)
+            args, kwargs = tree_unflatten(copies, spec)
             return self._forward(*args, **kwargs)
 
         return measure(model, traced, tensors(leaves), forward)
@@ -163,7 +162,7 @@ class StagesCut(Cut):
         return self._parts[-1]
 
     def part_of(self, name: str) -> PartOf:
-        if name in dict(self._model.named_buffers()):
+        if name in self._buffers:
             return WHOLE if self._owners.get(name, 0) == self._stage else SAME
         return WHOLE  # no two stages find the same: what this one finds is a summand, and mostly nothing
 
@@ -283,7 +282,3 @@ class StagesCut(Cut):
                     gradients.append(gradient)
         if edges:
             torch.autograd.backward(edges, gradients)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None

@@ -121,7 +121,7 @@ def _explain(model: nn.Module, traced: Traced, name: str, known: list[str]) -> N
     raise StrategyError("cut-at", name, f"give a module that the model calls: {', '.join(near[:_NAMED])}{more}")
 
 
-def check(traced: Traced, measured: Measured, places: Sequence[int], names: Sequence[str]) -> None:
+def check(measured: Measured, places: Sequence[int], names: Sequence[str]) -> None:
     """A place that the user has named must be one where the model can be cut."""
     for place, name in zip(places, names, strict=True):
         if place in measured.forbidden:

@@ -47,6 +47,7 @@ _FACTORIES = (
 )
 _ABOUT_SHAPES = ("size", "dim", "ndimension", "numel", "is_floating_point", "element_size", "stride")
 _SHAPES = ("shape", "ndim", "dtype", "device", "is_cuda", "requires_grad")
+Plain = Callable[[nn.Module], Callable[..., Any] | None]
 _TRACING = threading.Lock()  # torch.fx changes nn.Module itself meanwhile
 
 
@@ -105,12 +106,19 @@ def _alike(leaf: Any, constant: Any) -> bool:
 
 
 def trace(
-    model: nn.Module, forward: Callable[..., Any], leaves: Sequence[Any], spec: TreeSpec, *, grad: bool
+    model: nn.Module,
+    forward: Callable[..., Any],
+    leaves: Sequence[Any],
+    spec: TreeSpec,
+    *,
+    grad: bool,
+    plain: Plain = stack_of,
 ) -> Traced:
-    """`forward`: the model's own. What it is called with: `leaves`, put together by `spec`."""
+    """`forward`: the model's own. What it is called with: `leaves`, put together by `spec`. `plain`: what modules of
+    torch.nn do as something that can be followed; None: they are operations as a whole."""
     whole: dict[str, str] = {}
     while True:
-        tracer = _Tracer(forward, leaves, spec, whole)
+        tracer = _Tracer(forward, leaves, spec, whole, plain)
         try:
             with _TRACING, torch.set_grad_enabled(grad), tracer.factories():
                 graph = tracer.trace(model)
@@ -147,8 +155,11 @@ class _Unfollowed(Exception):
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True  # else changes of a buffer would be made now, and not noted
 
-    def __init__(self, forward: Callable[..., Any], leaves: Sequence[Any], spec: TreeSpec, whole: dict[str, str]):
+    def __init__(
+        self, forward: Callable[..., Any], leaves: Sequence[Any], spec: TreeSpec, whole: dict[str, str], plain: Plain
+    ) -> None:
         super().__init__()
+        self._plain = plain
         self._forward, self._leaves, self._spec, self._whole = forward, leaves, spec, whole
         self._thread = threading.get_ident()
         self._grad = self._grad_now = torch.is_grad_enabled()
@@ -167,7 +178,7 @@ class _Tracer(fx.Tracer):
                 self._given[leaves[index].node] = leaf
         args, kwargs = tree_unflatten(leaves, self._spec)
         assert isinstance(self.root, nn.Module)
-        forward = stack_of(self.root) or self._forward
+        forward = self._plain(self.root) or self._forward
 
         def call() -> Any:
             returned = forward(*args, **kwargs)
@@ -181,7 +192,7 @@ class _Tracer(fx.Tracer):
             return True
         if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
             return True
-        if stack_of(m) is not None:
+        if self._plain(m) is not None:
             return False
         return any(kind.__module__.startswith("torch.") for kind in type(m).__mro__ if kind not in _CONTAINERS)
 
@@ -192,7 +203,7 @@ class _Tracer(fx.Tracer):
         if self.is_leaf_module(m, name):
             return super().call_module(m, forward, args, kwargs)
         try:
-            return super().call_module(m, stack_of(m) or forward, args, kwargs)
+            return super().call_module(m, self._plain(m) or forward, args, kwargs)
         except _Unfollowed:
             raise
         except Exception as error:
@@ -241,6 +252,14 @@ class _Tracer(fx.Tracer):
             self._grad_now = now
             node = super().create_node("call_function", torch._C._set_grad_enabled, (now,), {})
             node.meta["grad"] = False  # neither begins nor ends a stage
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        """`for part in x.chunk(3)`: how many there are is known."""
+        if obj.node.target in ("chunk", torch.chunk):
+            count = obj.node.args[1] if len(obj.node.args) > 1 else obj.node.kwargs.get("chunks")
+            if isinstance(count, int):
+                return iter([operator.getitem(obj, number) for number in range(count)])
+        return super().iter(obj)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         assert isinstance(self.root, nn.Module)

@@ -123,7 +123,7 @@ class Course(TorchFunctionMode):
         return self.run(func, args, kwargs or {})
 
     def run(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name: str = func.__name__
+        name: str = getattr(func, "__name__", "")
         tile = find(args) if not kwargs else find((*args, *kwargs.values()))
         if tile is None:
             cut = CUTS.get(name)

@@ -71,9 +71,9 @@ class TilesCut(Cut):
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map(self._entering, args), tree_map(self._entering, kwargs)
-        self._course.in_head = False
         with self._course:
             found = forward(*args, **kwargs)
+        self._course.in_head = False
         return tree_map(lambda leaf: gathered(leaf) if isinstance(leaf, Tile) else leaf, found)
 
     def _entering(self, leaf: Any) -> Any:

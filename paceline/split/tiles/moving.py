@@ -105,7 +105,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int, length: int) -> torch.Tensor:
         ctx.group, ctx.dim, ctx.length = group, dim, length
-        return torch.cat(group.exchange(x), dim)
+        return torch.cat([_as_laid_out(x, part) for part in group.exchange(x)], dim)
 
     @staticmethod
     @once_differentiable
