@@ -18,6 +18,7 @@ _NEEDS = {
     "cut_at": "stages",
     "time_block": "wavefront",
 }
+CUT_FLAGS = (*_WAYS, *_NEEDS)
 
 
 def add_cut_arguments(parser: argparse.ArgumentParser) -> None:

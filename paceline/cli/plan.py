@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.cli.cut import read_split
+from paceline.cli.cut import CUT_FLAGS, read_split
 from paceline.errors import InvalidInput, StrategyError
 from paceline.exchange.board import MOST_REPLICAS
 from paceline.exchange.secure import Keys, is_loopback, read_token
@@ -40,6 +40,7 @@ _SETTINGS = {
     "rdzv_endpoint": "rendezvous",
     "master_addr": "rendezvous",
     "master_port": "rendezvous",
+    **dict.fromkeys(CUT_FLAGS, "split"),
 }
 
 _OF_SERVERS = (
@@ -354,9 +355,8 @@ def _check_devices(plan: Plan) -> None:
     """A cut that has less than a core for a device would be slower than no cut, and is a slip more often than not."""
     devices, cores = devices_of(plan.strategy), len(allowed_cores())
     if devices > 1 and devices > cores * MOST_DEVICES_A_CORE:
-        field = next(name for name in ("mesh", "stages", "tiles", "wavefront") if name in plan.given)
-        words = getattr(plan.strategy, "split").words  # noqa: B009
-        raise StrategyError(field, words, f"that needs {devices} devices and this machine has {cores} cores")
+        split = getattr(plan.strategy, "split")  # noqa: B009
+        raise StrategyError("split", split.words, f"that needs {devices} devices and this machine has {cores} cores")
 
 
 def _check_memory(replicas: int) -> None:

@@ -54,6 +54,7 @@ class HostWord(enum.IntEnum):
     CLOSED = 6  # the last step that is complete: all shards updated
     BUFFERS_OF = 8  # chief: the op in which all take over its buffers
     CORES = 9  # of the host, for its replicas; 0: unknown
+    DEVICES = 10  # that one replica is cut over; 0, 1: it is not
     FIRST_REPLICA = 7  # number of this host's replica 0 among all hosts'
 
 
@@ -139,6 +140,14 @@ class Phase(enum.IntEnum):
 
 
 MOST_ARENAS = ROW_WORDS - Word.DESCRIPTOR  # that may be open at once
+
+
+def called(rank: int, devices: int) -> str:
+    """
+    >>> called(3, 1), called(3, 2)
+    ('replica 3', 'device 1 of replica 1')
+    """
+    return f"replica {rank}" if devices < 2 else f"device {rank % devices} of replica {rank // devices}"
 
 
 class MemberLost(Exception):
@@ -322,7 +331,7 @@ class Board:
             time.sleep(sleep_s)
             sleep_s = min(sleep_s * 1.3, LONGEST_SLEEP_S)
             if waited_s > timeout_s:
-                raise Stalled(f"replica {rank} gave up after {timeout_s:g} s: {self.who_waits()}")
+                raise Stalled(f"{self.called(rank)} gave up after {timeout_s:g} s: {self.who_waits()}")
         self.enter(rank, before)
 
     def work_on(self, members: Members, kind: Kind, phase: Phase) -> None:
@@ -379,6 +388,10 @@ class Board:
                 "every replica must make the same trainer calls in the same order"
             )
 
+    def called(self, rank: int) -> str:
+        """How a sentence names the process in row `rank`."""
+        return called(self.host_get(HostWord.FIRST_REPLICA) + rank, self.host_get(HostWord.DEVICES))
+
     # ── explanations ─────────────────────────────────────────────────────────────────────────────────────
 
     def who_waits(self) -> str:
@@ -390,14 +403,13 @@ class Board:
         'replica 0 waits for gradients of step 0 (0 s); replica 1 is computing step 0 (0 s)'
         """
         now = time.monotonic_ns()
-        first = self.host_get(HostWord.FIRST_REPLICA)
         says = []
         for rank in range(self.replicas):
             if not self.alive(rank):
-                says.append(f"replica {first + rank} has ended")
+                says.append(f"{self.called(rank)} has ended")
                 continue
             phase = Phase(self.get(rank, Word.PHASE))
             since_s = (now - self.get(rank, Word.SINCE_NS)) // 1_000_000_000
             of = f"of step {self.get(rank, Word.STEP)}" if phase.is_wait else f"step {self.get(rank, Word.STEP)}"
-            says.append(f"replica {first + rank} {phase.words} {of} ({since_s} s)")
+            says.append(f"{self.called(rank)} {phase.words} {of} ({since_s} s)")
         return "; ".join(says)

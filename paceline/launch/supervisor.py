@@ -28,12 +28,13 @@ from typing import cast
 
 import msgspec
 
-from paceline.exchange.board import Board, HostWord, Phase, Word
+from paceline.exchange.board import Board, HostWord, Phase, Word, called
 from paceline.launch.cores import allowed_cores
 from paceline.launch.place import Place
 from paceline.launch.replica import Guard, ReplicaProcess
 from paceline.launch.servers import LocalServers, ServerProcess
 from paceline.launch.signals import signals_as_bytes
+from paceline.strategy import devices_of
 from paceline.watch.display import Display, Meter, Progress
 from paceline.watch.events import STALL_S, StallWatch, innermost_frames
 from paceline.watch.run_folder import RunFolder
@@ -263,7 +264,7 @@ class Supervisor:
             return  # most likely our own doing
         self._deaths += 1
         self._last_signal = number
-        what = f"replica {replica.rank} was killed by {name} {_at(step)}"
+        what = f"{self._called(replica.rank)} was killed by {name} {_at(step)}"
         if replica.row == self._shown:
             self._shown = min(self._living, default=None)
         if self._job.on_failure == "stop":
@@ -332,10 +333,10 @@ class Supervisor:
         first = self._folder.first_failure()
         if first is None:
             report = replica.last_errors if replica.row != self._shown else ""
-            self._say(f"replica {replica.rank} ended with code {code} {_at(step)}{_below(report)}")
+            self._say(f"{self._called(replica.rank)} ended with code {code} {_at(step)}{_below(report)}")
         elif 0 <= (row := first.replica - self._job.place.rank) < self._job.place.replicas:
             at = _at(self._board.get(row, Word.STEP))
-            self._say(f"replica {first.replica} failed {at}{_below(first.text)}")
+            self._say(f"{self._called(first.replica)} failed {at}{_below(first.text)}")
         # Otherwise another host's replica has failed before, and its own supervisor says so.
         self._shown = None
         self._event("failed", replica=replica.rank, code=code, step=step, kind=first.kind if first else None)
@@ -406,18 +407,21 @@ class Supervisor:
             _, replica, log_end = self._stack
             self._stack = None
             if frames := innermost_frames(replica.stack_since(log_end)):
-                self._say(f"replica {replica.rank} stands at\n" + "\n".join(f"  {frame}" for frame in frames))
+                self._say(f"{self._called(replica.rank)} stands at\n" + "\n".join(f"  {frame}" for frame in frames))
         stall = self._stalls.look(self._board, self._living)
         if stall is None:
             return
         first = self._job.place.rank
         busy = [first + row for row in stall.busy]
         self._event("stalled", waiting=[first + row for row in stall.waiting], waited_for=busy)
-        names = ", ".join(f"replica {rank}" for rank in busy) or "nobody: all of them wait"
+        names = ", ".join(map(self._called, busy)) or "nobody: all of them wait"
         self._say(f"a wait has taken {stall.waited_s:.0f} s: {self._board.who_waits()}; waited for: {names}")
         for row in reversed(stall.busy):  # the stack of the first is shown, all are in the logs
             asked = self._living[row].ask_for_stack()
             self._stack = None if asked is None else (now + STACK_S, self._living[row], asked)
+
+    def _called(self, rank: int) -> str:
+        return called(rank, devices_of(self._job.place.strategy))
 
     def _say(self, line: str) -> None:
         self._display.say(f"paceline: {line}")
@@ -429,6 +433,7 @@ class Supervisor:
 def _new_board(job: Job) -> Board:
     board = Board.create(job.place.replicas, supervised=True)
     board.host_set(HostWord.CORES, len(allowed_cores()))
+    board.host_set(HostWord.DEVICES, devices_of(job.place.strategy))
     return board
 
 
