@@ -97,7 +97,7 @@ def run(setting: Setting) -> Result:
     series = time_in_turns({name: partial(size.time, way) for name, way in ways.items()}, setting, "ms a step")
     held = take_turns(
         {name: partial(size.memory, way) for name, way in ways.items()},
-        setting,
+        replace(setting, rounds=1),  # what is held does not depend on what else the machine does
         lambda devices: ", ".join(f"{device:,.0f} MB" for device in devices),
     )
     most = {name: Series(name, "MB", tuple(max(devices) for devices in rounds)) for name, rounds in held.items()}

@@ -14,7 +14,7 @@ from workload import Recurrent, make_data, make_optimizer, parse
 
 
 class _Contiguous(torch.autograd.Function):
-    """Gloo sends nothing else, and outputs of an LSTM whose batch is first are not, nor are the gradients of its input."""
+    """Gloo sends nothing else, and neither outputs of an LSTM with the batch first are, nor gradients of its input."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

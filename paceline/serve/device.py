@@ -90,9 +90,9 @@ class ServingPeers(Peers):
         self.request = 0
 
     def _wait(self, other: int, ready: Any) -> None:
-        self.wait_for([other], ready)
+        self.wait_for(lambda: [other], ready)
 
-    def wait_for(self, others: list[int], ready: Callable[[], bool], *, give_up: bool = True) -> None:
+    def wait_for(self, others: Callable[[], list[int]], ready: Callable[[], bool], *, give_up: bool = True) -> None:
         looks = 0
 
         def look() -> bool:
@@ -112,7 +112,7 @@ class ServingPeers(Peers):
         try:
             self._board.wait(self.rank, Phase.AWAITING_DEVICES, look, self._timeout_s)
         except Stalled:
-            late = ", ".join(map(str, others))
+            late = ", ".join(map(str, others()))
             raise Stalled(f"device {self.rank} has waited {self._timeout_s:g} s for device {late}") from None
 
     @property
@@ -122,19 +122,22 @@ class ServingPeers(Peers):
 
     def clear(self) -> None:
         """All devices call this after a failure: what was on its way is thrown away, with the request it was of."""
-        self._meet(Word.STOPPED)  # nobody sends any more
+        self._meet(Word.STOPPED, self._slate[Word.FAILED])
+        # Everybody has stopped: no failure can be added, and nobody sends. One that had a failure of a later request
+        # is still waiting for the others to have seen that one.
+        failed = self._slate[Word.STOPPED + self.rank] = self._slate[Word.FAILED]
         for box in self._in.values():
             box.clear()
         self.request = self._slate[Word.REQUEST]
-        self._meet(Word.CLEARED)
+        self._meet(Word.CLEARED, failed)
 
-    def _meet(self, word: Word) -> None:
+    def _meet(self, word: Word, failed: int) -> None:
+        self._slate[word + self.rank] = failed
+
         def missing() -> list[int]:
-            # Another device may fail on its own before it sees that one has: that counts as one failure.
-            failed = self._slate[word + self.rank] = self._slate[Word.FAILED]
             return [device for device in range(self.count) if self._slate[word + device] < failed]
 
-        self.wait_for(missing(), lambda: not missing(), give_up=False)
+        self.wait_for(missing, lambda: not missing(), give_up=False)
 
 
 class Device:

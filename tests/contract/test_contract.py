@@ -72,6 +72,12 @@ STRATEGIES = {
     "2 replicas of 2 tiles": Strategy("--tiles 2 --replicas 2", 4, models=("conv_batchnorm",)),
     "a wavefront over 2": Strategy("--wavefront 2 --time-block 4", 2, models=("lstm",)),
     "2 replicas of a wavefront over 2": Strategy("--wavefront 2 --time-block 2 --replicas 2", 4, models=("lstm",)),
+    "2 replicas of 2 devices, 2 servers": Strategy(
+        "--mesh model=2 --layout hidden=model --replicas 2 --servers 2", 4, models=("mlp", "tied_transformer")
+    ),
+    "2 replicas of a wavefront over 2, 1 server": Strategy(
+        "--wavefront 2 --time-block 2 --replicas 2 --servers 1 --exchange tcp", 4, models=("lstm",)
+    ),
 }
 THREE = STRATEGIES["3 replicas, uneven parts"]
 
@@ -170,6 +176,7 @@ def test_a_checkpoint_loads_strictly_in_plain_torch(model: str, trained: Callabl
         ("--stages 2", ("mlp", "tied_transformer")),
         ("--tiles 2", ("conv_batchnorm",)),
         ("--wavefront 2", ("lstm",)),
+        ("--stages 2 --replicas 2 --servers 1", ("mlp", "tied_transformer")),
     ],
 )
 def test_what_three_replicas_have_saved_goes_on_with_any_strategy(

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import psutil
@@ -293,6 +294,21 @@ def a_request_that_fails_is_not_the_end() -> None:
             predictor(object())
         assert "a request has a object: it may be made of tensors" in sentence(error)
         torch.testing.assert_close(predictor(x), plain(x).detach())
+
+
+@case
+def failures_at_random_are_cleared_away() -> None:
+    plain, x, random = Rows(), torch.randn(3, 6), Random(0)
+    with pl.load(None, Rows(), split=rows(3), timeout_s=30) as predictor:
+        predictor(x)
+        for _ in range(300):
+            which = random.choice(["all", 0, 1, 2, None, None])
+            if which is None:
+                torch.testing.assert_close(predictor(x), plain(x).detach())
+                continue
+            bad = torch.ones(2, 5) if which == "all" else torch.full((random.choice([1, 3000]), 6), 666.0 + which)
+            with pytest.raises((RuntimeError, ValueError, PacelineError), match=r"beast|mat1"):
+                predictor(bad)
 
 
 @case

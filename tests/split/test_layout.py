@@ -317,6 +317,13 @@ def test_what_is_wrong_is_said_in_one_sentence(start: Start, flags: str, sentenc
     assert "Traceback" not in run.err
 
 
+def test_a_loop_of_ones_own_is_not_cut(start: Start) -> None:
+    script = "import torch, paceline as pl\nm = torch.nn.Linear(4, 4)\n"
+    run = start(script + "pl.distribute(m, torch.optim.SGD(m.parameters(), lr=1))\n", "--tiles 2").end()
+    assert run.code != 0
+    assert "a loop of one's own is not cut" in run.err
+
+
 def test_dims_are_shown(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT.replace("DROPOUT", "0.0"))
     command = [sys.executable, "-c", MAIN, "dims", "train.py"]

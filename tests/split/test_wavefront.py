@@ -22,7 +22,7 @@ from torch import nn
 from paceline.errors import InvalidInput
 from paceline.exchange.board import Board
 from paceline.memory.arena import Arena
-from paceline.split.peers import BOX_BYTES, Peers
+from paceline.split.peers import BOX_BYTES, DESCRIPTORS, Peers
 from paceline.split.values import Wavefront
 from paceline.split.wavefront import WavefrontCut
 from paceline.split.wavefront.cut import divide
@@ -115,6 +115,15 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_tensor_is_that_of_one_process(measure: Measure, case: dict[str, Any]) -> None:
     measure(case)
+
+
+def test_there_may_be_more_blocks_than_a_mailbox_holds(measure: Measure) -> None:
+    """Nobody takes the output while all are in the middle of a wave: whoever finds no room must not keep others from
+    going on."""
+    case = dict.fromkeys(("bias", "training", "states", "states_wanted", "input_wanted", "grad"), True)
+    sizes = {"devices": 3, "layers": 3, "input": 2, "hidden": 2, "batch": 1, "length": 2 * DESCRIPTORS, "time_block": 1}
+    others = {"kind": "RNN", "nonlinearity": "tanh", "proj": 0, "dropout": 0.0, "batch_first": False, "used": "both"}
+    measure({**case, **sizes, **others, "lengths": [], "frozen": [], "dtype": "float64", "seed": 0})
 
 
 # ── whole runs ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -64,7 +64,7 @@ def main() -> None:
     model = make(options.dropout)
     random = torch.Generator().manual_seed(1)
     data = torch.randn(14, 3, 15, 18, generator=random), torch.randint(5, (14,), generator=random)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     trainer = pl.Trainer(model, optimizer, loss, clip_norm=1.0)
     before = trainer.evaluate(data, accuracy, batch_size=4)
     losses = [trainer.step(batch) for batch in trainer.batches(data, 6, epochs=2)]

@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from paceline.errors import ModelError, StrategyError
-from paceline.split.collectives import copied
 from paceline.split.cut import SAME, WHOLE, Check, Cut, Example, Loss, Part, train
 from paceline.split.peers import Group, Peers
 from paceline.split.tiles.course import Course
@@ -81,8 +80,7 @@ class TilesCut(Cut):
         for what was computed, which adds it up with all else."""
         if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad or not torch.is_grad_enabled():
             return leaf
-        everyone = self.peers.everyone
-        return copied(leaf, everyone) if leaf.is_leaf else _ToTheFirst.apply(leaf, everyone)  # type: ignore[no-untyped-call]
+        return _Entered.apply(leaf, self.peers.everyone, leaf.is_leaf)  # type: ignore[no-untyped-call]
 
     def _look(self, model: nn.Module, example: Example) -> None:
         """Run it once, in training mode, and leave everything as it was."""
@@ -119,16 +117,16 @@ class TilesCut(Cut):
         )
 
 
-class _ToTheFirst(torch.autograd.Function):
+class _Entered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
+    def forward(ctx: Any, x: torch.Tensor, group: Group, on_all: bool) -> torch.Tensor:
+        ctx.group, ctx.on_all = group, on_all
+        return torch.ops.aten.alias(x)  # type: ignore[no-any-return]  # a view might forget how a single image lies
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         total = ctx.group.all_reduce(dy)
-        return total if ctx.group.index == 0 else torch.zeros_like(total), None
+        return total if ctx.on_all or ctx.group.index == 0 else torch.zeros_like(total), None, None
 
 
 @contextmanager
