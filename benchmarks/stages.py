@@ -66,7 +66,7 @@ class Size:
     def memory(self, way: Way) -> list[float]:
         """By device, the most it took at a time, in MB, beside Python and torch: beside what a tiny model takes."""
         idle = replace(self, width=16, length=4, batch_size=self.micro_batches)._memory(way)
-        return [(most - least) / MB for most, least in zip(self._memory(way), idle, strict=True)]
+        return [max(1, most - least) / MB for most, least in zip(self._memory(way), idle, strict=True)]
 
     def _memory(self, way: Way) -> list[int]:
         with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:

@@ -116,13 +116,14 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
 def make(case: dict[str, Any]) -> tuple[nn.Module, torch.Tensor]:
     """The model and its images, the same each time. Layers that the images are too small for are left out."""
     torch.manual_seed(case["seed"])
-    x = torch.randn(case["shape"], dtype=torch.float64)
-    described = case["layers"]
-    if case["last"]:  # torch's own InstanceNorm of one image has a wrong gradient when that of its output lies so
-        described = [layer for layer in described if "InstanceNorm2d" not in json.dumps(layer)]
+    images, *shape = case["shape"]
+    if "InstanceNorm2d" in json.dumps(case["layers"]):
+        # Of a single image torch's own has a wrong gradient if that of its output lies channels last.
+        images = 2
+    x = torch.randn(images, *shape, dtype=torch.float64)
     if case["head"] in OTHERS:
         return OTHERS[case["head"]]().double(), x.requires_grad_(case["input_wanted"])
-    layers, out = _stack(described, x)
+    layers, out = _stack(case["layers"], x)
     head: dict[str, list[nn.Module]] = {
         "dense": [nn.Conv2d(out.size(1), 2, 1)],
         "flatten": [nn.Flatten(), nn.Linear(out[0].numel(), 3)],

@@ -24,7 +24,7 @@ Func = Callable[..., Any]
 Lengths = Sequence[int]
 
 
-class Cut:
+class Neighbourhood:
     """One such op on one tensor: whether it is cut, and the rows it needs."""
 
     def __init__(self, course: Any, func: Func, x: torch.Tensor, spatial: int, outputs: Lengths) -> None:
@@ -118,7 +118,7 @@ def convolve(
     pads = _paddings(padding, kernels, dilations)
     lengths = input.shape[-spatial:]
     outputs = [slid(*one) for one in zip(lengths, kernels, strides, pads, dilations, strict=True)]
-    cut = Cut(course, func, input, spatial, outputs)
+    cut = Neighbourhood(course, func, input, spatial, outputs)
     if not cut.possible:
         return cut.on_whole(func, weight, bias, stride, padding, dilation, groups)
     wants = cut.wants(lambda i, n, m, parts: sliding(n, m, parts, kernels[i], strides[i], pads[i][0], dilations[i]))
@@ -142,7 +142,7 @@ def _paddings(padding: Any, kernels: Lengths, dilations: Lengths) -> list[Range]
     return [(p, p) for p in each(0 if padding == "valid" else padding, len(kernels))]
 
 
-def _uncut(cut: Cut, pads: Sequence[Range]) -> list[Range]:
+def _uncut(cut: Neighbourhood, pads: Sequence[Range]) -> list[Range]:
     """What is left to torch: along the dims that are cut the padding is there already."""
     return [(0, 0) if 2 + i in cut.dims else pair for i, pair in enumerate(pads)]
 
@@ -167,7 +167,7 @@ def transposed(
         (n - 1) * s - 2 * p + d * (k - 1) + e + 1
         for n, k, s, p, e, d in zip(input.shape[-spatial:], kernels, strides, pads, extra, dilations, strict=True)
     ]
-    cut = Cut(course, func, input, spatial, outputs)
+    cut = Neighbourhood(course, func, input, spatial, outputs)
     spreads = [
         spreading(input.shape[2 + i], outputs[i], axis.parts, kernels[i], strides[i], pads[i], dilations[i])
         for axis, i in ((axis, axis.which) for axis in cut.axes if cut.possible)
@@ -216,7 +216,7 @@ def max_pool(
         slid(n, k, s, (p, p), d, ceil_mode)
         for n, k, s, p, d in zip(lengths, kernels, strides, pads, dilations, strict=True)
     ]
-    cut = Cut(course, func, input, spatial, outputs)
+    cut = Neighbourhood(course, func, input, spatial, outputs)
     if not cut.possible:
         return cut.on_whole(func, kernel_size, stride, padding, dilation, ceil_mode)
     wants = cut.wants(lambda i, n, m, parts: sliding(n, m, parts, kernels[i], strides[i], pads[i], dilations[i]))
@@ -241,7 +241,7 @@ def average_pool(
     strides = kernels if stride is None or stride == [] else each(stride, spatial)
     lengths = input.shape[-spatial:]
     outputs = [slid(n, k, s, (p, p), 1, ceil_mode) for n, k, s, p in zip(lengths, kernels, strides, pads, strict=True)]
-    cut = Cut(course, func, input, spatial, outputs)
+    cut = Neighbourhood(course, func, input, spatial, outputs)
     if not cut.possible:
         more = () if spatial == 1 else (divisor_override,)
         return cut.on_whole(func, kernel_size, stride, padding, ceil_mode, count_include_pad, *more)
