@@ -16,7 +16,7 @@ from paceline.split.layout.atoms import Atom, leaves
 from paceline.split.layout.dimensions import Dimensions
 from paceline.split.layout.plan import Axes, Planner, Usage
 from paceline.split.peers import Group, Peers
-from paceline.split.stages.trace import Traced, tensors
+from paceline.split.trace import Traced, tensors
 from paceline.split.values import BATCH, Layout
 
 

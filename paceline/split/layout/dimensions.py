@@ -13,7 +13,7 @@ from paceline.split.layout.atoms import Atom, Dims
 from paceline.split.layout.graph import Shapes, follow, on_meta
 from paceline.split.layout.names import Names
 from paceline.split.layout.rules import Trace
-from paceline.split.stages.trace import Traced, tensors
+from paceline.split.trace import Traced, tensors
 
 
 class Dimensions:

@@ -12,8 +12,8 @@ from torch import fx, nn
 from torch.utils._pytree import tree_flatten
 
 from paceline.split.cut import Example
-from paceline.split.stages.stacks import stack_of
-from paceline.split.stages.trace import Traced, trace
+from paceline.split.stacks import stack_of
+from paceline.split.trace import Traced, trace
 
 
 def follow(model: nn.Module, forward: Callable[..., Any], example: Example, *, grad: bool) -> Traced:

@@ -3,7 +3,6 @@
     device 0   F0 F1    B0 F2 B1 F3 B2    B3          F: forward of a micro-batch
     device 1      F0 B0 F1 B1 F2 B2 F3 B3             B: its backward
 
-trace      the model's forward as a list of operations
 measure    what each of them costs, and where the list must not be cut
 divide     where it is cut
 part       what one device runs of it, and what it gets from and gives to others

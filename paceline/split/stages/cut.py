@@ -32,7 +32,7 @@ from paceline.split.stages.batch import length_of, micro_batches, part_of
 from paceline.split.stages.measure import Measured, buffers_used, measure
 from paceline.split.stages.part import Dice, Part
 from paceline.split.stages.schedule import FORWARD, order
-from paceline.split.stages.trace import Traced, tensors, trace
+from paceline.split.trace import Traced, tensors, trace
 
 MOST_WAYS = 64  # to call the model that are kept in mind
 

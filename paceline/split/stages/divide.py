@@ -10,7 +10,7 @@ from torch import nn
 
 from paceline.errors import ModelError, StrategyError
 from paceline.split.stages.measure import Measured, last_uses
-from paceline.split.stages.trace import Traced
+from paceline.split.trace import Traced
 from paceline.split.values import nearest_first
 
 MOST_PLACES = 300  # among which the best are looked for

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.errors import ModelError
 from paceline.split.stages.parcel import pack
-from paceline.split.stages.trace import Traced
+from paceline.split.trace import Traced
 
 REPETITIONS = 3
 _COPIED_BYTES = 4 << 20

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from paceline.passes import mixed
-from paceline.split.stages.trace import Traced
+from paceline.split.trace import Traced
 
 
 class Dice:

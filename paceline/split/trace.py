@@ -23,7 +23,7 @@ from torch.fx.proxy import TraceError
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from paceline.errors import ModelError
-from paceline.split.stages.stacks import stack_of
+from paceline.split.stacks import stack_of
 
 _CONTAINERS = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _FACTORIES = (
@@ -135,7 +135,7 @@ def trace(
             raise ModelError(
                 "model",
                 type(model).__name__,
-                f"its own forward cannot be followed, so it cannot be cut by layer ({_first_line(error)}); "
+                f"its own forward cannot be followed, so it cannot be cut ({_first_line(error)}); "
                 "move what cannot into a submodule, which then is kept as a whole",
             ) from error
         constants = [_Tensor if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
