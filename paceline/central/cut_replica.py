@@ -1,7 +1,7 @@
 """A replica that is cut over several devices, each a process, in a run with servers.
 
-All devices go the same way as any other replica does (`Leased`). Where that one turns to the servers, the leader does so
-as well, on a copy of the model that stays whole, and tells the others what they have answered.
+All devices go the same way as any other replica does (`Leased`). Where that one turns to the servers, the leader does
+so as well, on a copy of the model that stays whole, and tells the others what they have answered.
 """
 
 from __future__ import annotations

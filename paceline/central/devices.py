@@ -1,8 +1,9 @@
 """The devices of one cut replica whose parameters live on servers.
 
-The first of them, the *leader*, is the replica to the servers: it takes tickets, pulls, pushes. The parameters lie whole
-in an arena that the devices share. What the leader has pulled it *spreads* there; every device computes with its parts
-of it, and leaves its gradients in its own row; the leader *gathers* the rows into the one gradient that it pushes.
+The first of them, the *leader*, is the replica to the servers: it takes tickets, pulls, pushes. The parameters lie
+whole in an arena that the devices share. What the leader has pulled it *spreads* there; every device computes with its
+parts of it, and leaves its gradients in its own row; the leader *gathers* the rows into the one gradient that it
+pushes.
 
 Whatever the leader learns from the servers and the others need to know, it tells them in an `Order`. So all devices run
 the same script, and take the same way through it.

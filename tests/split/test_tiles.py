@@ -121,7 +121,8 @@ def poolings(draw: st.DrawFn) -> Any:
     }
     kind = draw(st.sampled_from(["MaxPool2d", "AvgPool2d"]))
     if kind == "MaxPool2d":
-        options["dilation"] = draw(pairs(1, 2))
+        # torch itself writes beyond its memory for a window that is padding alone.
+        options["dilation"] = 1 if any(options["padding"]) else draw(pairs(1, 2))
     else:
         options["count_include_pad"] = draw(st.booleans())
         options["divisor_override"] = draw(st.none() | st.integers(1, 5))
