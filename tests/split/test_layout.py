@@ -114,7 +114,9 @@ class Images(nn.Module):
 
 def encoder() -> nn.Module:
     layer = nn.TransformerEncoderLayer(12, 3, 17, dropout=0.0, batch_first=True)
-    return nn.Sequential(nn.Embedding(20, 12), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(12, 20))
+    return nn.Sequential(
+        nn.Embedding(20, 12), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(12, 20)
+    )
 
 
 def mlp(widths: list[int], *, norms: bool = False) -> nn.Module:
