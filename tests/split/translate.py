@@ -42,24 +42,29 @@ def right(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
     return -F.cross_entropy(model(source, target[:, :-1]).flatten(0, 1), target[:, 1:].flatten()).item()
 
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--dropout", type=float, default=0.0)
-parser.add_argument("--resume", action="store_true")
-options = parser.parse_args()
-torch.manual_seed(0)
-model = Translator(options.dropout)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-trainer = pl.Trainer(model, optimizer, loss, clip_norm=1.0)
-if options.resume:
-    assert trainer.resume("translator.safetensors")
-generator = torch.Generator().manual_seed(1)
-data = tuple(torch.randint(WORDS, (36, length), generator=generator) for length in (9, 7))
-losses = []
-for number in range(2):
-    for batch in trainer.batches(data, batch_size=12, epochs=1, seed=5):
-        losses.append(trainer.step(batch))
-    if number == 0 and not options.resume:
-        trainer.save("translator.safetensors")
-print(json.dumps({"losses": losses, "right": trainer.evaluate(data, right, batch_size=10)}))
-trainer.save("end.safetensors")
-trainer.close()
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--resume", action="store_true")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    model = Translator(options.dropout)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    trainer = pl.Trainer(model, optimizer, loss, clip_norm=1.0)
+    if options.resume:
+        assert trainer.resume("translator.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    data = tuple(torch.randint(WORDS, (36, length), generator=generator) for length in (9, 7))
+    losses = []
+    for number in range(2):
+        for batch in trainer.batches(data, batch_size=12, epochs=1, seed=5):
+            losses.append(trainer.step(batch))
+        if number == 0 and not options.resume:
+            trainer.save("translator.safetensors")
+    print(json.dumps({"losses": losses, "right": trainer.evaluate(data, right, batch_size=10)}))
+    trainer.save("end.safetensors")
+    trainer.close()
+
+
+if __name__ == "__main__":
+    main()
