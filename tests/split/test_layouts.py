@@ -326,6 +326,17 @@ def test_a_loop_of_ones_own_is_not_cut(start: Start) -> None:
     assert "a loop of one's own is not cut" in run.err
 
 
+def test_a_loss_that_uses_parts_of_parameters_is_refused(start: Start) -> None:
+    script = SCRIPT.replace("DROPOUT", "0.0").replace(
+        "F.cross_entropy(model(batch[0]), batch[1]), clip",
+        "F.cross_entropy(model(batch[0]), batch[1]) + model.fc1.weight.norm(), clip",
+    )
+    run = start(script, "--mesh model=2 --layout hidden=model").end()
+    assert run.code != 0
+    assert "it uses a parameter of shape" in run.err
+    assert "Traceback" not in run.err
+
+
 def test_dims_are_shown(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT.replace("DROPOUT", "0.0"))
     command = [sys.executable, "-c", MAIN, "dims", "train.py"]

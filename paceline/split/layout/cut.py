@@ -11,9 +11,10 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from paceline.errors import ModelError, StrategyError
-from paceline.split.cut import SAME, WHOLE, Cut, Example, Part
+from paceline.split.cut import SAME, WHOLE, Check, Cut, Example, Loss, Part
 from paceline.split.layout.atoms import Atom, leaves
 from paceline.split.layout.dimensions import Dimensions
+from paceline.split.layout.outside import Outside
 from paceline.split.layout.plan import Axes, Planner, Usage
 from paceline.split.peers import Group, Peers
 from paceline.split.trace import Traced, tensors
@@ -33,6 +34,7 @@ class LayoutCut(Cut):
         self._axes: Axes
         self._graphs: list[tuple[Traced, nn.Module]] = []
         self._model: nn.Module
+        self._outside: Outside | None = None  # while the first loss is computed
 
     def prepare(self, model: nn.Module, example: Example) -> None:
         if hasattr(model, "_orig_mod"):
@@ -64,7 +66,23 @@ class LayoutCut(Cut):
         self._check_usage()
         model.forward = self._forward
 
+    def train(self, loss: Loss, model: nn.Module, batch: Any, weight: float, check: Check) -> float:
+        if self._outside is not None:
+            return super().train(loss, model, batch, weight, check)
+        in_parts = [p for name, p in model.named_parameters() if self.part_of(name).index]
+        with Outside(in_parts) as self._outside:  # once: what a loss uses does not change from step to step
+            return super().train(loss, model, batch, weight, check)
+
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._outside is None:
+            return self._computed(args, kwargs)
+        self._outside.in_forward = True
+        try:
+            return self._computed(args, kwargs)
+        finally:
+            self._outside.in_forward = False
+
+    def _computed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
         for traced, graph in self._graphs:
             if traced.fits(self._model, leaves, spec):

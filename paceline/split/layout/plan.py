@@ -131,14 +131,14 @@ class Planner:
             node.replace_input_with(operand, fitted)
         for operand in operands:
             if operand.op == "get_attr" and str(operand.target) in self._trace.parameters:
-                self._usage.note(str(operand.target), axes, self._cut[operand], working)
+                self._usage.note(self._trace.first_name(str(operand.target)), axes, self._cut[operand], working)
         summed = {leaf for dim in op.summed for leaf in leaves(dim)}
         over = [target[atom] for atom in target if atom in summed]
         out_atoms = {leaf for dim in flat_dims(op.out) for leaf in leaves(dim)}
         for name, cuts in own.items():
             # What is added after the sum is not part of the summands.
             late = set(over) if name in op.late else set()
-            self._usage.note(f"{node.target}.{name}", axes, cuts, working - late)
+            self._usage.note(self._trace.first_name(f"{node.target}.{name}"), axes, cuts, working - late)
         result = self._local(node, op, target, over)
         cut = {atom: axis for atom, axis in target.items() if atom in out_atoms}
         self._cut[result] = cut

@@ -81,6 +81,11 @@ class Trace:
                     op.whole += dims
         return op
 
+    def first_name(self, name: str) -> str:
+        """A tied parameter has the first of its names."""
+        dims = self.parameters[name]
+        return next(first for first, own in self.parameters.items() if own is dims)
+
     # ── for rules ────────────────────────────────────────────────────────────────────────────────────────
 
     def fresh(self, value: Any) -> Any:
