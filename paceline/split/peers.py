@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -105,7 +106,7 @@ class Peers:
         for piece in range(pieces):
             part = flat[piece * step : (piece + 1) * step]
             if not box.post(part, tensor, flat.numel()):
-                self._wait(to, lambda part=part: self._drained() and box.post(part, tensor, flat.numel()))
+                self._wait(to, partial(self._posted, box, part, tensor, flat.numel()))
 
     def receive(self, source: int) -> torch.Tensor:
         """The next tensor that `source` has sent to this device."""
@@ -117,19 +118,19 @@ class Peers:
             self._wait(source, lambda: box.arrived)
             box.collect()
 
-    def _drained(self) -> bool:
-        """Take in whatever has arrived; always true."""
-        for box in self._in.values():
-            while box.arrived:
-                box.collect()
-        return True
+    def _posted(self, box: _Outbox, part: torch.Tensor, tensor: torch.Tensor, elements: int) -> bool:
+        """Try again to leave a part, after taking in whatever has arrived: the other side may be waiting for that."""
+        for other in self._in.values():
+            while other.arrived:
+                other.collect()
+        return box.post(part, tensor, elements)
 
-    def _wait(self, other: int, ready: object) -> None:
+    def _wait(self, other: int, ready: Callable[[], bool]) -> None:
         board, row = self._board, self._first + other
 
         def look() -> bool:
             alive = board.alive(row)
-            if ready():  # type: ignore[operator]
+            if ready():
                 return True
             if not alive:
                 who = f"device {other} of the same replica" if other >= 0 else "device 0 of replica 0"

@@ -5,7 +5,9 @@ No torch here: the command line and the supervisor read these.
 
 from __future__ import annotations
 
+import difflib
 import math
+from collections.abc import Sequence
 
 import msgspec
 
@@ -132,13 +134,11 @@ class Wavefront(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 Split = Layout | Stages | Tiles | Wavefront
 
 
-def nearest_first(wanted: str, known: list[str]) -> list[str]:
+def nearest_first(wanted: str, known: Sequence[str]) -> list[str]:
     """`known`, with what `wanted` probably meant in front.
 
     >>> nearest_first("hiden", ["batch", "embed", "hidden"])
     ['hidden', 'batch', 'embed']
     """
-    import difflib
-
     near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5)
     return [*near, *(name for name in known if name not in near)]

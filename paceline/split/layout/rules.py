@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from paceline.split.layout.atoms import Atom, Dim, Dims, join, leaves, regroup, size
+from paceline.split.layout.atoms import Atom, Dim, Dims, join, regroup, size
 
 
 @dataclass
@@ -479,7 +479,3 @@ METHODS: dict[str, Rule] = {
     **dict.fromkeys(("matmul", "bmm"), matmul),
     **dict.fromkeys(("chunk", "split"), pieces),
 }  # fmt: skip
-
-
-def leaf_set(dims: Sequence[Dim]) -> set[Atom]:
-    return {leaf for dim in dims for leaf in leaves(dim)}
