@@ -145,7 +145,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     for run in runs:
         if run.process.poll() is None:  # its test has failed before its end
             run.process.send_signal(signal.SIGQUIT)
-            run.process.communicate(timeout=30)
+        run.process.communicate(timeout=30)  # of one that its test has killed, the pipes are still open
 
 
 # ── what only `make soak` runs ───────────────────────────────────────────────────────────────────────────────

@@ -2,6 +2,8 @@
 
 Replicas are actors too, so each has its own process. Arrays are numpy's, which Ray keeps in shared memory and reads
 there without a copy. A step is one call, there with the gradient and back with the parameters.
+
+With `--apart` the server is on another node of a cluster, as it would be on another machine: arrays go there by TCP.
 """
 
 import os
@@ -9,6 +11,7 @@ import os
 import numpy as np
 import ray
 from push import LR, check, meet, parse, times_of
+from ray.cluster_utils import Cluster
 from stopwatch import Stopwatch
 
 
@@ -45,21 +48,25 @@ class Replica:
 def main():
     parser = parse(__doc__)
     parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--apart", action="store_true", help="the server on another node than the replicas")
     options = parser.parse_args()
     count = options.bytes // 4
+    node = {"num_cpus": os.cpu_count(), "object_store_memory": max(1 << 30, 16 * options.bytes)}
+    cluster = Cluster(True, head_node_args={**node, "include_dashboard": False, "resources": {"replicas": 1}})
+    if options.apart:
+        cluster.add_node(**node, resources={"server": 1})
     here = os.path.dirname(os.path.abspath(__file__))
     ray.init(
-        num_cpus=os.cpu_count(),
-        include_dashboard=False,
+        cluster.address,
         log_to_driver=False,
-        object_store_memory=max(1 << 30, 16 * options.bytes),
         runtime_env={"env_vars": {"PYTHONPATH": here}},  # where the actors find the modules beside this one
     )
-    server = Server.remote(count)
-    replicas = [Replica.remote(server, count) for _ in range(options.replicas)]
+    server = Server.options(resources={"server" if options.apart else "replicas": 0.01}).remote(count)
+    replicas = [Replica.options(resources={"replicas": 0.01}).remote(server, count) for _ in range(options.replicas)]
     ray.get([replica.train.remote(options, number) for number, replica in enumerate(replicas)])
     check(ray.get(server.largest.remote()), options.replicas * options.steps)
     ray.shutdown()
+    cluster.shutdown()
 
 
 if __name__ == "__main__":

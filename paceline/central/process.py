@@ -11,9 +11,9 @@ from types import FrameType
 
 import msgspec
 
-from paceline.central.server import Server
 from paceline.errors import PacelineError
 from paceline.exchange.secure import Keys, read_token
+from paceline.launch.quick_start import load_compiler_late
 from paceline.launch.replica import die_with_parent
 from paceline.launch.servers import SERVER_VARIABLE, ServerSetting
 
@@ -22,6 +22,9 @@ SWITCH_EVERY_S = 0.0005  # a thread that has the answer should not wait for one 
 
 def main() -> None:
     die_with_parent()
+    load_compiler_late()
+    from paceline.central.server import Server
+
     setting = msgspec.json.decode(os.environ.pop(SERVER_VARIABLE), type=ServerSetting)
     sys.setswitchinterval(SWITCH_EVERY_S)
     server = Server(

@@ -33,6 +33,7 @@ import msgspec
 from paceline.errors import LaunchError, PacelineError
 from paceline.launch.cores import allowed_cores, share_of_cores
 from paceline.launch.place import PLACE_VARIABLE, Place, find_place
+from paceline.launch.quick_start import load_compiler_late
 from paceline.watch.events import AppendFile
 from paceline.watch.run_folder import Failure, log_name
 
@@ -199,6 +200,7 @@ def main() -> None:
     place = find_place()
     log = _open_log(place)
     _prepare(place, log)
+    load_compiler_late()
     script = sys.argv[1]
     sys.argv = sys.argv[1:]
     if not getattr(sys.flags, "safe_path", False):  # Python 3.10 has no such flag

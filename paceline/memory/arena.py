@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -27,6 +28,8 @@ class Arena:
     def __init__(self, memory: torch.Tensor, descriptor: int = NO_DESCRIPTOR) -> None:
         self._bytes = memory
         self.descriptor = descriptor
+        if descriptor != NO_DESCRIPTOR:
+            self._give_back = weakref.finalize(self, os.close, descriptor)
 
     @classmethod
     def create(cls, size: int, what: str, *, sparse: bool = False) -> Arena:
@@ -79,7 +82,7 @@ class Arena:
     def close(self) -> None:
         """Give the descriptor back. The memory itself goes with the last view of it."""
         if self.descriptor != NO_DESCRIPTOR:
-            os.close(self.descriptor)
+            self._give_back()
             self.descriptor = NO_DESCRIPTOR
 
 

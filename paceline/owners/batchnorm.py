@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _BatchNorm
 
 Sum = Callable[[torch.Tensor], torch.Tensor]
@@ -64,13 +65,14 @@ def _exact_kind(kind: type[_BatchNorm]) -> type[_BatchNorm]:
         if not self.training or total is None:
             output: torch.Tensor = kind.forward(self, x)
             return output
-        exact: torch.Tensor = _exact_forward(self, x, total)
+        # To make it known to the compiler is to load the compiler: a second, for those who do not use it.
+        run = _uncompiled_forward if torch.compiler.is_compiling() else _exact_forward
+        exact: torch.Tensor = run(self, x, total)
         return exact
 
     return type(kind.__name__, (kind,), {"forward": forward})
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _exact_forward(module: _BatchNorm, x: torch.Tensor, total: Sum) -> torch.Tensor:
     module._check_input_dim(x)  # type: ignore[no-untyped-call]
     normalized, mean, variance, count = _ExactBatchNorm.apply(  # type: ignore[no-untyped-call]
@@ -86,6 +88,9 @@ def _exact_forward(module: _BatchNorm, x: torch.Tensor, total: Sum) -> torch.Ten
         unbiased = variance * (count / (count - 1))
         module.running_var.lerp_(unbiased.to(module.running_var.dtype), momentum)
     return normalized  # type: ignore[no-any-return]
+
+
+_uncompiled_forward = _disable_dynamo(_exact_forward)
 
 
 class _ExactBatchNorm(torch.autograd.Function):

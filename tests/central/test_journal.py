@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,20 @@ RECORDS: list[tuple[AnyRecord, bytes]] = [
 ]
 
 
+BEGUN: list[Journal] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _close() -> Iterator[None]:
+    """Most journals here are those of a process that was killed: nobody closes them."""
+    yield
+    for journal in BEGUN:
+        journal.close()
+
+
 def begun(folder: Path, **how: object) -> Journal:
     journal = Journal(folder, **how)  # type: ignore[arg-type]
+    BEGUN.append(journal)
     snapshot(journal, 0.0)
     return journal
 

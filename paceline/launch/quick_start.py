@@ -1,0 +1,86 @@
+"""A second less to wait for each process: torch's compiler is loaded by those who use it.
+
+The first optimizer that is made loads `torch._dynamo`, a thousand modules, only to tell it to keep out of
+`Optimizer.add_param_group` and a few other methods; and so does the first `step`. As long as nobody else has loaded
+it, it does keep out. So the optimizers go without it until somebody has; from then on they are torch's own again.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+Method = Callable[..., Any]
+
+COMPILER = "torch._dynamo"
+OPTIMIZERS = "torch.optim.optimizer"
+STEPS = "_use_grad_for_differentiable"  # the decorator of every optimizer's `step`
+TOLD = "__dynamo_disable"  # where `torch._compile` keeps, at a method, the form of it that the compiler knows
+
+
+def load_compiler_late() -> None:
+    """To be called before torch is imported, which is left to the script: it may set torch's variables first."""
+    sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != OPTIMIZERS:
+            return None
+        sys.meta_path.remove(self)
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+class _Loader(Loader):
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        for method in vars(module.Optimizer).values():
+            if (function := getattr(method, "__wrapped__", None)) is not None:
+                setattr(function, TOLD, _without_compiler(method, function))
+        if hasattr(module, STEPS):
+            setattr(module, STEPS, _steps_without_compiler(getattr(module, STEPS)))
+
+
+def _without_compiler(method: Method, function: Method) -> Method:
+    """`function`, until there is a compiler that `method` can tell of it."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        if COMPILER not in sys.modules:
+            return function(*arguments, **options)
+        if getattr(function, TOLD, None) is call:
+            delattr(function, TOLD)
+        return method(*arguments, **options)
+
+    return call
+
+
+def _steps_without_compiler(decorate: Callable[[Method], Method]) -> Callable[[Method], Method]:
+    def decorated(function: Method) -> Method:
+        with_compiler = decorate(function)
+
+        @functools.wraps(function)
+        def step(self: Any, *arguments: Any, **options: Any) -> Any:
+            if COMPILER in sys.modules:
+                return with_compiler(self, *arguments, **options)
+            import torch
+
+            with torch.set_grad_enabled(self.defaults["differentiable"]):
+                return function(self, *arguments, **options)
+
+        return step
+
+    return decorated
