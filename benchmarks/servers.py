@@ -2,13 +2,16 @@
 
 The gradient is there already and the server applies plain SGD: what is measured is the way there and back. Every
 replica makes its own steps, one after another; counted are those of all replicas together.
+
+Shared memory is held against the best of all peers, TCP against the best of those that use no shared memory: for that
+Ray's server is on another node of its cluster. `COPIES` is what the machine's memory allows for a sync step.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +29,10 @@ SHARED, SYNC, TCP, TLS = (
     "Paceline, TCP, async",
     "Paceline, mutual TLS, async",
 )
-RPC, TENSORFLOW, RAY = "torch RPC", "TensorFlow ParameterServerStrategy", "Ray actor"
+RPC, TENSORFLOW = "torch RPC", "TensorFlow ParameterServerStrategy"
+RAY, RAY_APART = "Ray actor, shared memory", "Ray actor, another node"
+APART = (RPC, TENSORFLOW, RAY_APART)
+COPIES = "the copies and the sum alone"
 SHARED_LEAST, TCP_LEAST, TLS_LEAST = 8.0, 1.5, 0.35
 HELD = 2  # replicas: of these the bars are
 
@@ -80,9 +86,15 @@ class Size:
 
         return self.rate(start, files=replicas)
 
-    def ray(self, replicas: int) -> float:
+    def copies(self, replicas: int) -> float:
         def start(arguments: list[str]) -> None:
-            arguments = [*arguments, "--replicas", str(replicas)]
+            processes.run([processes.alone("push_copies.py", [*arguments, "--replicas", str(replicas)])])
+
+        return self.rate(start, fast=True, files=replicas)
+
+    def ray(self, replicas: int, *flags: str) -> float:
+        def start(arguments: list[str]) -> None:
+            arguments = [*arguments, "--replicas", str(replicas), *flags]
             processes.run([processes.of_peer(PEERS["Ray"].python, "push_ray.py", arguments)])
 
         return self.rate(start, files=replicas)
@@ -138,7 +150,12 @@ def _contestants(size: Size, notes: list[str]) -> dict[str, Callable[[int], floa
     else:
         notes.append(f"Skipped {TLS}: `paceline run` has no --join and --keys.")
     found[RPC] = size.rpc
-    for name, label, start in (("TensorFlow", TENSORFLOW, size.tensorflow), ("Ray", RAY, size.ray)):
+    found[COPIES] = size.copies
+    for name, label, start in (
+        ("TensorFlow", TENSORFLOW, size.tensorflow),
+        ("Ray", RAY, size.ray),
+        ("Ray", RAY_APART, lambda replicas: size.ray(replicas, "--apart")),
+    ):
         version = PEERS[name].version()
         if version is None:
             notes.append(f"Skipped {label}: {name} is not installed, `make peers` does it where it can.")
@@ -152,12 +169,16 @@ def _claims(series: dict[str, Series], replicas: int) -> list[Claim]:
     def of(name: str) -> Series | None:
         return series.get(_in(name, replicas))
 
-    peer = max((found for name in (RPC, TENSORFLOW, RAY) if (found := of(name))), key=lambda found: found.median)
+    def best(peers: Sequence[str]) -> Series:
+        return max((found for name in peers if (found := of(name))), key=lambda found: found.median)
+
     held = replicas == HELD
     wanted = (
-        ("shared memory, async: steps/s over the best peer's", SHARED, peer, SHARED_LEAST),
-        ("shared memory, sync: steps/s over the best peer's", SYNC, peer, SHARED_LEAST),
-        ("TCP: steps/s over the best peer's", TCP, peer, TCP_LEAST),
+        ("shared memory, async: steps/s over the best peer's", SHARED, best((*APART, RAY)), SHARED_LEAST),
+        ("shared memory, sync: steps/s over the best peer's", SYNC, best((*APART, RAY)), SHARED_LEAST),
+        ("shared memory, sync: steps/s over those of the copies and the sum alone", SYNC, of(COPIES), None),
+        ("TCP: steps/s over those of the best peer without shared memory", TCP, best(APART), TCP_LEAST),
+        ("TCP: steps/s over those of Ray in shared memory", TCP, of(RAY), None),
         ("mutual TLS: steps/s over those of plain TCP", TLS, of(TCP), TLS_LEAST),
     )
     return [

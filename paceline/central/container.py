@@ -1,6 +1,6 @@
 """One server's share of a container: parameters, their optimizer, and the gradients that wait to be used.
 
-A step is made chunk by chunk, a megabyte that stays in the cache: the accepted gradients are added up in the order of
+A step is made chunk by chunk, two megabytes that stay in the cache: the accepted gradients are added up in the order of
 the close, corrected for staleness if the rule says so, and the optimizer updates the chunk in place. All servers follow
 the chief's closes one by one, so after the same number of steps they hold parts of the same parameters.
 """

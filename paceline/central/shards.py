@@ -3,9 +3,9 @@
 A *spec* describes the parameters of a container, and the optimizer that updates them, as plain data: names, shapes,
 types, the optimizer's name and options. Nothing in it can be executed.
 
-The parameters are planned as one flat buffer (`memory/layout.py`) and cut into chunks of at most a megabyte, many more
-than there are servers. Neighbouring chunks go to one server, equally many bytes to each, so most tensors are whole on
-their server, and large ones are cut:
+The parameters are planned as one flat buffer (`memory/layout.py`) and cut into chunks of at most two megabytes, many
+more than there are servers. Neighbouring chunks go to one server, equally many bytes to each, so most tensors are whole
+on their server, and large ones are cut:
 
     flat buffer   │ chunk 0 │ chunk 1 │ chunk 2 │ chunk 3 │ chunk 4 │ …
                   └──── server 0 ─────┴──── server 1 ─────┴── …

@@ -2,7 +2,7 @@
 
     slot     one parameter's place in the flat buffer (64-byte aligned)
     piece    a run of one parameter's elements, at most a chunk long: what the optimizer sees as a "parameter"
-    chunk    neighbouring pieces of one type, about a megabyte: the unit of an owner's work and of its undo
+    chunk    neighbouring pieces of one type, about two megabytes: the unit of an owner's work and of its undo
     bucket   neighbouring chunks that travel together over a network
     shard    the chunks of one owner
 
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 ALIGNMENT = 64
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 21  # half of it and the Python around a chunk shows, twice of it and the cache does not hold it
 SMALLEST_CHUNK_BYTES = 1 << 16
 
 

@@ -1,6 +1,6 @@
 """An owner: sums the gradients of its shard and updates it, and takes over from an owner that died.
 
-The work goes chunk by chunk, about a megabyte each, which stays in the cache:
+The work goes chunk by chunk, about two megabytes each, which stay in the cache:
 
     copy the chunk (parameters, state) to the undo space → note the chunk on the board
     → sum its gradients → optimizer → mark it updated → clear the note
