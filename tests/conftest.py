@@ -146,36 +146,3 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
         if run.process.poll() is None:  # its test has failed before its end
             run.process.send_signal(signal.SIGQUIT)
         run.process.communicate(timeout=30)  # of one that its test has killed, the pipes are still open
-
-
-# ── what only `make soak` runs ───────────────────────────────────────────────────────────────────────────────
-
-# Takes long, and something shorter looks at the same: `make test` must not take more than 12 minutes on two cores.
-LONG = (
-    "test_server.py::test_what_a_joining_run_is_told",
-    "test_server_faults.py::test_other_rules_count_every_sample_once_and_learn_the_same[--replicas 2 --async --ex",
-    "test_server_faults.py::test_a_sync_run_ends_as_if_nobody_had_been_killed[the chief with gradients]",
-    "test_server_faults.py::test_a_sync_run_ends_as_if_nobody_had_been_killed[a replica before its push]",
-    "test_faults.py::test_the_killed_are_started_again_and_take_part_to_the_end[and once more while it joins]",
-    "[2 replicas of 2 devices, 2 servers",
-    "[2 replicas of a wavefront over 2",
-    "[2 replicas of 2 stages",
-    "[2 replicas of 2 tiles",
-    "with_any_strategy[--stages",
-    "with_any_strategy[--tiles",
-    "with_any_strategy[--wavefront",
-    "test_stages.py::test_runs_train_and_evaluate_as_one_process_does_and_save_what_plain_torch_loads",
-    "test_wavefront.py::test_two_replicas_of_two_devices_are_verified",
-    "test_tiles.py::test_a_run_gives_the_losses_and_the_checkpoint_of_one_process[--tiles 2x2",
-    "test_tiles.py::test_verify_finds_no_difference",
-    "test_with_servers.py::test_devices_agree_and_what_is_saved_is_what_was_evaluated",
-    "test_layouts.py::test_a_run_and_its_checkpoint_are_those_of_one_process[two by two]",
-    "test_layouts.py::test_what_is_wrong_is_said_in_one_sentence[--mesh model=4",
-    "test_layouts.py::test_what_is_wrong_is_said_in_one_sentence[--mesh model=2 --layout hidden=model,in=model",
-)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if any(name in item.nodeid for name in LONG):
-            item.add_marker(pytest.mark.soak)

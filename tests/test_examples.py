@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 EXAMPLES = TESTS.parent / "examples"
 # digits.py is what the demo trains.
 QUICK = {
+    "zen.py": ("--epochs 1", r"loss \d\.\d+ after 13 updates\n"),
     "existing_loop.py": ("--epochs 5", r"accuracy 0\.[89]\d+ after 5 epochs\n"),
     "conv_batchnorm.py": (
         "--epochs 2 --save net.safetensors",

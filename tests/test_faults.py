@@ -108,7 +108,13 @@ RESTARTED: dict[str, list[Fault]] = {
 }
 
 
-@pytest.mark.parametrize("faults", RESTARTED.values(), ids=RESTARTED)
+@pytest.mark.parametrize(
+    "faults",
+    [
+        pytest.param(RESTARTED["in mid-epoch"], id="in mid-epoch"),
+        pytest.param(RESTARTED["and once more while it joins"], id="once more while it joins", marks=pytest.mark.soak),
+    ],
+)
 def test_the_killed_are_started_again_and_take_part_to_the_end(
     faults: list[Fault], start: Start, unkilled: Run
 ) -> None:

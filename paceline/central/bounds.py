@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from paceline.central.chief import Chief, Close
+from paceline.central.chief import Chief
 from paceline.central.protocol import Ask, Open, Settings
 from paceline.central.records import AnyRecord, Made, Members, Pulled, Pushed, RowsPut, TaskResult
 from paceline.central.shards import DTYPES, MAP_VERSION, Option, Spec
+from paceline.central.tickets import Close
 from paceline.errors import InvalidInput, PacelineError
 from paceline.launch.place import check_container
 from paceline.rules import Sync

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.central.chief import Close
+from paceline.central.tickets import Close
 from paceline.errors import CheckpointError, PacelineError
 
 

@@ -15,9 +15,6 @@ or members run out. A replica has one gradient with the servers, so it gets no o
 Replicas need not be at the same place of the script: one breaks out of its loop, one was started again. A step is for
 those who can be at its place; whoever is further on waits for the others, and does not hold them up.
 
-*Tasks* are what happens between steps, once for all replicas: an evaluation is divided among whoever turns up, a save
-is done by the first that does. Nobody waits for others to turn up.
-
 This is plain bookkeeping: no clock, no socket, no tensor. Its owner calls it under a lock, and looks for a step to
 close (`next_close`) after whatever may have changed something: ask, report, leave, a new rule.
 """
@@ -27,112 +24,15 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
+from paceline.central.pace import Pace
+from paceline.central.tasks import Tasks
+from paceline.central.tickets import Accepted, Close, End, OpenStep, Outcome, Ticket, Wait, Work
 from paceline.data.book import Book, Runs, cut, merged
 from paceline.errors import CheckpointError, DataError, PacelineError
 from paceline.rules import Async, Rule, Sync
-
-RECENT = 16  # durations of a replica that `auto` looks at
-ENOUGH = 3  # so many of each it must have
-CHOOSE_EVERY = 5  # steps between two choices of `auto`
-CHOOSE_GAIN = 1.05  # another number of accepted replicas must promise this much
-
-
-class Accepted(msgspec.Struct, frozen=True, array_like=True):
-    """One gradient of a step: whose, over which samples, and what it counts."""
-
-    ticket: int
-    replica: int
-    weight: float
-    samples: int
-    staleness: int
-    epoch: int
-    runs: list[tuple[int, int]]
-
-
-class Close(msgspec.Struct, frozen=True):
-    """A step, as all servers have to make it."""
-
-    step: int
-    chapter: int
-    samples: int
-    loss: float
-    accepted: list[Accepted]
-    lr: float = 1.0
-    compensation: float = 0.0
-
-
-@dataclass(frozen=True)
-class Work:
-    """A ticket, as its holder sees it."""
-
-    ticket: int
-    step: int  # compute on the parameters after this many steps, or on later ones
-    epoch: int
-    runs: Runs
-    part: int  # which part of the step's batch this is
-    exact: bool  # the step waits for this very ticket; else it may turn out to be late or stale
-
-
-@dataclass(frozen=True)
-class Wait:
-    """Nothing to do now; `why` names what is waited for."""
-
-    why: str
-
-
-@dataclass(frozen=True)
-class End:
-    """Every sample that was asked for has been counted, or the run was asked to stop."""
-
-    stop: bool = False
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a ticket: the step that took it, or none; how the last step went."""
-
-    step: int | None
-    loss: float
-    samples: int
-
-
-@dataclass(eq=False)
-class _Ticket:
-    work: Work
-    replica: int
-    chapter: int
-    handed_at: float
-    sync: bool  # the rule under which it was handed out
-    pushed: bool = False
-    pulled: int = 0
-    loss: float = 0.0
-
-    @property
-    def samples(self) -> int:
-        return sum(map(len, self.work.runs))
-
-
-@dataclass(eq=False)
-class _Step:
-    """The open step of a sync rule."""
-
-    chapter: int
-    epoch: int
-    size: int  # samples of a part, for spares
-    accept: int  # how many tickets close it
-    exact: bool  # all parts of one batch, and nothing else
-    parts: deque[tuple[int, Runs]]  # not handed out
-    next_part: int
-    tickets: list[_Ticket] = field(default_factory=list)
-    reported: list[_Ticket] = field(default_factory=list)  # those of them that have been, in order of arrival
-
-    def of(self, replica: int) -> _Ticket | None:
-        return next((ticket for ticket in self.tickets if ticket.replica == replica), None)
 
 
 @dataclass
@@ -140,26 +40,6 @@ class _Chapter:
     length: int
     batch_size: int
     book: Book
-
-
-@dataclass
-class _Task:
-    length: int
-    parts: list[Runs]
-    waiting: deque[int]
-    out: dict[int, int] = field(default_factory=dict)  # part -> replica
-    done: dict[int, list[float]] = field(default_factory=dict)
-
-    @property
-    def complete(self) -> bool:
-        return len(self.done) == len(self.parts)
-
-    def total(self) -> list[float]:
-        sums = [0.0] * max(map(len, self.done.values()), default=0)
-        for part in sorted(self.done):
-            for index, value in enumerate(self.done[part]):
-                sums[index] += value
-        return sums
 
 
 class Chief:
@@ -176,22 +56,19 @@ class Chief:
         self.late = self.dropped = 0
         self.stopping = False
         self.last = Outcome(None, 0.0, 0)
+        self.tasks = Tasks()  # between steps
         self._incarnations: dict[int, int] = {}  # the newest of each replica
         self._warmup_steps, self._warmup_epochs = warmup_steps, warmup_epochs
         self._chapters: dict[int, _Chapter] = {}
-        self._tickets: dict[int, _Ticket] = {}  # neither accepted nor given back
+        self._tickets: dict[int, Ticket] = {}  # neither accepted nor given back
         self._outcomes: dict[int, tuple[int, Outcome]] = {}  # by replica: its last ticket that was settled
         self._next_ticket = first_ticket
-        self._open: _Step | None = None
-        self._reported: deque[_Ticket] = deque()  # async: in order of arrival
-        self._closing: tuple[Close, list[_Ticket]] | None = None
+        self._open: OpenStep | None = None
+        self._reported: deque[Ticket] = deque()  # async: in order of arrival
+        self._closing: tuple[Close, list[Ticket]] | None = None
         self._places: dict[int, tuple[int, int]] = {}  # chapter and stop_epoch that each asked for last
         self._clocks: dict[int, int] = {}  # how many async tickets each replica has reported
-        self._overdue: dict[int, _Ticket] = {}  # by replica: its late ticket, which it has yet to report
-        self._durations: dict[int, deque[float]] = {}  # seconds a sample
-        self._auto: int | None = None
-        self._tasks: dict[str, _Task] = {}
-        self._results: dict[str, list[float]] = {}
+        self._pace = Pace()
         self._first_chapter = 0  # earlier ones were finished before the run was resumed
 
     # ── members ──────────────────────────────────────────────────────────────────────────────────────────
@@ -218,21 +95,18 @@ class Chief:
         held = self._held(replica)
         if held is not None:
             self._return(held)
-        for known in (self._places, self._overdue, self._durations):
-            known.pop(replica, None)  # the next process in that place may be elsewhere
-        for task in self._tasks.values():
-            for part in [part for part, holder in task.out.items() if holder == replica]:
-                del task.out[part]
-                task.waiting.appendleft(part)
+        self._places.pop(replica, None)  # the next process in that place may be elsewhere
+        self._pace.leave(replica)
+        self.tasks.leave(replica)
 
     def is_member(self, replica: int, incarnation: int) -> bool:
         return self.members.get(replica) == incarnation
 
-    def _held(self, replica: int) -> _Ticket | None:
+    def _held(self, replica: int) -> Ticket | None:
         """The ticket that a replica is working on."""
         return next((t for t in self._tickets.values() if t.replica == replica and not t.pushed), None)
 
-    def _return(self, ticket: _Ticket) -> None:
+    def _return(self, ticket: Ticket) -> None:
         """Nobody will report this ticket, or nobody wants it: its samples are free again."""
         self._tickets.pop(ticket.work.ticket, None)
         step = self._open
@@ -247,12 +121,12 @@ class Chief:
         else:
             self._give_back(ticket)
 
-    def _dissolve(self, step: _Step) -> None:
+    def _dissolve(self, step: OpenStep) -> None:
         self._open = None
         for _, runs in step.parts:
             self._chapters[step.chapter].book.give_back(step.epoch, runs)
 
-    def _give_back(self, ticket: _Ticket) -> None:
+    def _give_back(self, ticket: Ticket) -> None:
         self._chapters[ticket.chapter].book.give_back(ticket.work.epoch, ticket.work.runs)
 
     def _finished(self, place: tuple[int, int]) -> bool:
@@ -268,7 +142,7 @@ class Chief:
                 found.append(member)
         return found
 
-    def _can_take(self, step: _Step) -> list[int]:
+    def _can_take(self, step: OpenStep) -> list[int]:
         """Members that may ask for a part of the open step."""
         taken = {ticket.replica for ticket in step.tickets}
         return [member for member in self._can_help(step.chapter, step.epoch) if member not in taken]
@@ -301,9 +175,7 @@ class Chief:
         if chapter < self._first_chapter:
             return End()
         self._places[replica] = (chapter, stop_epoch)
-        overdue = self._overdue.pop(replica, None)
-        if overdue is not None:
-            self._took(overdue, now)  # or longer: it has given up
+        self._pace.is_back(replica, now)
         held = self._held(replica)
         if held is not None:
             if held.chapter == chapter:
@@ -407,18 +279,18 @@ class Chief:
         step.tickets.append(again)
         return again.work
 
-    def _share(self, step: _Step, others: int) -> int:
+    def _share(self, step: OpenStep, others: int) -> int:
         """How many parts one replica should take of those for which there are not enough `others`."""
         if not step.exact:
             return 0
         helpers = max(1, len(self._can_help(step.chapter, step.epoch)))
         return max(0, min(len(step.parts) - others, -(-len(step.parts) // helpers)))
 
-    def _take_parts(self, step: _Step, number: int) -> tuple[int, Runs]:
+    def _take_parts(self, step: OpenStep, number: int) -> tuple[int, Runs]:
         taken = [step.parts.popleft() for _ in range(number)]
         return taken[0][0], tuple(merged(run for _, runs in taken for run in runs))
 
-    def _open_step(self, rule: Sync, chapter: int, stop_epoch: int, now: float) -> _Step | None:
+    def _open_step(self, rule: Sync, chapter: int, stop_epoch: int, now: float) -> OpenStep | None:
         own = self._chapters[chapter]
         taken = own.book.take(own.batch_size, stop_epoch)
         if taken is None:
@@ -429,14 +301,12 @@ class Chief:
         accept = 1 if count == 1 else self._accept(rule, among, now)
         size = max(1, -(-sum(map(len, runs)) // accept))
         parts = deque((part, piece) for part, piece in enumerate(cut(runs, accept)) if piece)
-        self._open = _Step(chapter, epoch, size, len(parts), accept == count, parts, next_part=len(parts))
+        self._open = OpenStep(chapter, epoch, size, len(parts), accept == count, parts, next_part=len(parts))
         return self._open
 
     def _accept(self, rule: Sync, among: Sequence[int], now: float) -> int:
         if rule.accept == "auto":
-            if self._auto is None or self.step % CHOOSE_EVERY == 0:
-                self._auto = self._best_accept(among, now)
-            return min(self._auto, len(among))
+            return self._pace.choose(among, self.step, now)
         return min(rule.accept, len(among)) if isinstance(rule.accept, int) else len(among)
 
     @property
@@ -446,47 +316,19 @@ class Chief:
             return self._open.accept
         if isinstance(self.rule, Async):
             return 1
-        wanted = self._auto if self.rule.accept == "auto" else self.rule.accept
+        wanted = self._pace.chosen if self.rule.accept == "auto" else self.rule.accept
         return min(wanted, len(self.members)) if isinstance(wanted, int) else len(self.members)
-
-    def _best_accept(self, among: Sequence[int], now: float) -> int:
-        """The number that promises the most samples a second, from how long each replica took for a sample.
-
-        With k accepted, each has 1/k of the batch, and the k-th fastest closes the step. Which one that is may change
-        from step to step, so the last durations of all are laid side by side, and the k-th fastest is found in each
-        row: one replica that is always slow shows in this as much as many that are slow now and then. What a replica
-        takes for a ticket, however small, counts as taken for its samples, which speaks for waiting for more of them.
-        """
-        count = len(among)
-        current = min(self._auto or count, count)
-        columns = [self._recent(member, now) for member in among]
-        rows = min(map(len, columns))
-        if rows < ENOUGH:
-            return current
-        ordered = [sorted(column[-row] for column in columns) for row in range(1, rows + 1)]
-        cost = {k: math.fsum(row[k - 1] for row in ordered) / k for k in range(1, count + 1)}
-        best = min(cost, key=lambda k: (cost[k], -k))
-        return best if cost[best] * CHOOSE_GAIN < cost[current] else current
-
-    def _recent(self, replica: int, now: float) -> list[float]:
-        recent = list(self._durations.get(replica, ()))
-        overdue = self._overdue.get(replica)
-        if overdue is None:
-            return recent
-        # It is at a late ticket still, and may hang: it must not be counted on because it was quick before.
-        at_least = _seconds_a_sample(overdue, now)
-        return [max(at_least, duration) for duration in recent]
 
     def _hand_out(
         self, replica: int, chapter: int, epoch: int, runs: Runs, part: int, *, exact: bool, now: float
-    ) -> _Ticket:
+    ) -> Ticket:
         work = Work(self._next_ticket, self.step, epoch, runs, part, exact)
         self._next_ticket += 1
-        ticket = _Ticket(work, replica, chapter, now, isinstance(self.rule, Sync))
+        ticket = Ticket(work, replica, chapter, now, isinstance(self.rule, Sync))
         self._tickets[work.ticket] = ticket
         return ticket
 
-    def _whom_the_step_waits_for(self, step: _Step) -> str:
+    def _whom_the_step_waits_for(self, step: OpenStep) -> str:
         missing = sorted(ticket.replica for ticket in step.tickets if not ticket.pushed)
         idle = sorted(set(self.members) - {ticket.replica for ticket in step.tickets})
         return "replicas " + ", ".join(map(str, missing or idle)) if missing or idle else "the servers to update"
@@ -495,13 +337,12 @@ class Chief:
 
     def report(self, replica: int, number: int, pulled: int, loss: float, now: float) -> None:
         """`replica` has left the gradient of that ticket with the servers."""
-        overdue = self._overdue.get(replica)
-        if overdue is not None and overdue.work.ticket == number:
-            self._took(self._overdue.pop(replica), now)
+        if self._pace.late_ticket(replica) == number:
+            self._pace.is_back(replica, now)
         ticket = self._tickets.get(number)
         if ticket is None or ticket.replica != replica or ticket.pushed:
             return  # told before, or settled meanwhile: `outcome` says how
-        self._took(ticket, now)
+        self._pace.took(ticket, now)
         ticket.pushed, ticket.pulled, ticket.loss = True, pulled, loss
         if isinstance(self.rule, Async):
             self._reported.append(ticket)
@@ -511,10 +352,6 @@ class Chief:
             self._open.reported.append(ticket)
         else:
             self._too_late(ticket)  # handed out under another rule
-
-    def _took(self, ticket: _Ticket, now: float) -> None:
-        recent = self._durations.setdefault(ticket.replica, deque(maxlen=RECENT))
-        recent.append(_seconds_a_sample(ticket, now))
 
     def next_close(self) -> Close | None:
         """The step that can be made now. `closed` has to follow before there is another."""
@@ -557,11 +394,11 @@ class Chief:
             return self._begin_closing([ticket], lr=rule.lr, compensation=compensation, weigh=rule)
         return None
 
-    def _staleness(self, ticket: _Ticket) -> int:
+    def _staleness(self, ticket: Ticket) -> int:
         return max(0, self.step - ticket.pulled)
 
     def _begin_closing(
-        self, tickets: Sequence[_Ticket], *, lr: float, compensation: float, weigh: Async | None
+        self, tickets: Sequence[Ticket], *, lr: float, compensation: float, weigh: Async | None
     ) -> Close:
         ordered = sorted(tickets, key=lambda ticket: (ticket.work.epoch, ticket.work.runs[0].start))
         samples = sum(ticket.samples for ticket in ordered)
@@ -614,15 +451,15 @@ class Chief:
         self.step = close.step + 1
         self.last = Outcome(None, close.loss, close.samples)
 
-    def _too_late(self, ticket: _Ticket) -> None:
+    def _too_late(self, ticket: Ticket) -> None:
         self.late += 1
         self._tickets.pop(ticket.work.ticket, None)
         if not ticket.pushed:
-            self._overdue[ticket.replica] = ticket
+            self._pace.is_late(ticket)
         self._give_back(ticket)
         self._settle(ticket, None)
 
-    def _settle(self, ticket: _Ticket, step: int | None) -> None:
+    def _settle(self, ticket: Ticket, step: int | None) -> None:
         self._outcomes[ticket.replica] = (ticket.work.ticket, Outcome(step, self.last.loss, self.last.samples))
 
     def outcome(self, replica: int, number: int) -> Outcome | None:
@@ -654,48 +491,10 @@ class Chief:
         """What a replica that has reported waits for, in words."""
         return self._whom_the_step_waits_for(self._open) if self._open is not None else "the servers to update"
 
-    # ── tasks ────────────────────────────────────────────────────────────────────────────────────────────
-
     def ask_task(self, replica: int, name: str, length: int) -> tuple[int, Runs] | Wait | list[float]:
-        """A part of a task to do; or the task's result, if it is done; or wait for those who are at it."""
+        """A part of a task that this replica is to do, or what came of it."""
         self._must_be_member(replica)
-        if name in self._results:
-            return self._results[name]
-        task = self._tasks.get(name)
-        if task is None:
-            # With nothing to divide there is one empty part: somebody still has to say what comes of it.
-            parts: list[Runs] = [(range(0),)]
-            if length:
-                parts = cut([range(length)], min(length, len(self.members)))
-            task = self._tasks[name] = _Task(length, parts, deque(range(len(parts))))
-        if task.length != length:
-            raise DataError("dataset length", length, f"another replica has {task.length} samples; give all the same")
-        for part, holder in task.out.items():
-            if holder == replica:
-                return part, task.parts[part]  # its answer was lost on the way
-        if task.waiting:
-            part = task.waiting.popleft()
-            task.out[part] = replica
-            return part, task.parts[part]
-        return Wait("replicas " + ", ".join(map(str, sorted(set(task.out.values())))))
-
-    def result(self, name: str) -> list[float] | None:
-        """What came of a task; None if it is not done."""
-        return self._results.get(name)
-
-    def remember(self, name: str, values: list[float]) -> None:
-        """A task that was done before this process began."""
-        self._results[name] = values
-
-    def finish_task(self, replica: int, name: str, part: int, values: list[float]) -> None:
-        task = self._tasks.get(name)
-        if task is None or task.out.get(part) != replica:
-            return
-        del task.out[part]
-        task.done[part] = values
-        if task.complete:
-            self._results[name] = task.total()
-            del self._tasks[name]
+        return self.tasks.ask(replica, name, length, len(self.members))
 
     # ── as plain data ────────────────────────────────────────────────────────────────────────────────────
 
@@ -708,7 +507,7 @@ class Chief:
                 str(number): {"batch_size": chapter.batch_size, **chapter.book.state()}
                 for number, chapter in self._chapters.items()
             },
-            "results": self._results,
+            "results": self.tasks.results,
             "first_chapter": self._first_chapter,
             "staleness": {str(key): count for key, count in self.staleness.items()},
             "late": self.late,
@@ -727,7 +526,7 @@ class Chief:
             for number, saved in state["chapters"].items()
         }
         # What was done before this is still done.
-        self._results |= {name: [_number(value) for value in values] for name, values in state["results"].items()}
+        self.tasks.results |= {name: [_number(value) for value in values] for name, values in state["results"].items()}
         self._first_chapter = state.get("first_chapter", 0)
         self.staleness = {int(key): count for key, count in state["staleness"].items()}
         self.late, self.dropped = state["late"], state["dropped"]
@@ -737,10 +536,6 @@ class Chief:
             replica: (ticket, Outcome(step, _number(loss), samples))
             for replica, ticket, step, loss, samples in state["outcomes"]
         }
-
-
-def _seconds_a_sample(ticket: _Ticket, now: float) -> float:
-    return max(0.0, now - ticket.handed_at) / ticket.samples
 
 
 def _number(value: float | None) -> float:

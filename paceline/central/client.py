@@ -17,7 +17,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.central import protocol as p
-from paceline.central.chief import Close
 from paceline.central.connection import FIRST_CONTACT_S, Connection
 from paceline.central.embedding import Lookup, find_tables
 from paceline.central.filling import Filling, receive
@@ -28,6 +27,7 @@ from paceline.central.shards import Shards, describe, plain_options
 from paceline.central.side import Servers, Side
 from paceline.central.table_rows import TableRows
 from paceline.central.tables import TableSpec
+from paceline.central.tickets import Close
 from paceline.central.visitor import machine_identity
 from paceline.central.whole import State, WholeTensors, read_bytes
 from paceline.errors import ArenaError, ModelError

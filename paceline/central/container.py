@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from paceline.central.bounds import check_close, check_options, check_place
-from paceline.central.chief import Accepted, Close
 from paceline.central.jobs import together
 from paceline.central.journal import Journal
 from paceline.central.peer_journal import PeerJournal
@@ -26,6 +25,7 @@ from paceline.central.protocol import Settings
 from paceline.central.records import Made, Pulled, Pushed, RowsPut, packed
 from paceline.central.shards import Option, Shards, Spec, make_optimizer, restored_options
 from paceline.central.tables import Rows, Table, TableCopy
+from paceline.central.tickets import Accepted, Close
 from paceline.errors import PacelineError
 from paceline.memory.layout import Chunk, Layout
 from paceline.memory.server_arena import ServerArena

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.central.chief import Accepted, Close
 from paceline.central.client import Client
 from paceline.central.protocol import Settings
 from paceline.central.side import Servers
+from paceline.central.tickets import Accepted, Close
 from paceline.errors import ModelError
 from paceline.exchange.secure import Keys, read_token
 from paceline.launch.place import Place

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import msgspec
 
-from paceline.central.chief import Close
 from paceline.central.records import AnyRecord
 from paceline.central.shards import Option, Spec
+from paceline.central.tickets import Close
 from paceline.rules import Rule, Sync
 
 Run = tuple[int, int]

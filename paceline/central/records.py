@@ -11,8 +11,8 @@ from collections.abc import Iterable
 import msgspec
 import torch
 
-from paceline.central.chief import Close
 from paceline.central.shards import Option
+from paceline.central.tickets import Close
 from paceline.rules import Rule
 
 

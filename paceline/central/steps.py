@@ -24,7 +24,7 @@ import torch
 from paceline.central import keeping
 from paceline.central.bounds import check_ask, check_options, check_place, check_task
 from paceline.central.buffers import Buffers
-from paceline.central.chief import Chief, Close, End, Outcome, Wait, Work
+from paceline.central.chief import Chief
 from paceline.central.connection import Connection
 from paceline.central.container import Container
 from paceline.central.protocol import (
@@ -53,6 +53,7 @@ from paceline.central.protocol import (
 )
 from paceline.central.records import AnyRecord, Made, Members, RuleSet, TaskResult, packed
 from paceline.central.shards import Option, Spec
+from paceline.central.tickets import Close, End, Outcome, Wait, Work
 from paceline.errors import CheckpointError, ModelError, PacelineError, Stalled
 from paceline.rules import Async, Rule
 
@@ -403,9 +404,9 @@ class Steps:
     def task_done(self, request: TaskDone) -> Done:
         with self._changed:
             self._check(request.replica, request.incarnation)
-            known = self.chief.result(request.name) is not None
-            self.chief.finish_task(request.replica, request.name, request.part, request.values)
-            result = self.chief.result(request.name)
+            known = self.chief.tasks.results.get(request.name) is not None
+            self.chief.tasks.finish(request.replica, request.name, request.part, request.values)
+            result = self.chief.tasks.results.get(request.name)
             if result is not None and not known:
                 self._note(TaskResult(name=request.name, values=result))
             self._changed.notify_all()
@@ -542,7 +543,7 @@ class Steps:
                     self._last = record
                     self.buffers.unpack(body)
                 case TaskResult():
-                    self.chief.remember(record.name, record.values)
+                    self.chief.tasks.results[record.name] = record.values
                 case RuleSet():
                     self.chief.set_rule(record.rule)
                 case Members():

@@ -143,8 +143,8 @@ def resolve(options: argparse.Namespace) -> Plan:
         )
     survives = hosts == 1 and split is None
     on_failure = one_of("on-failure", given.get("on_failure", "continue" if survives else "stop"), POLICIES)
-    if split is not None and on_failure != "stop":
-        raise StrategyError("on-failure", on_failure, "a cut model needs all its devices: give stop")
+    if split is not None and on_failure == "continue":
+        raise StrategyError("on-failure", on_failure, "a cut model needs all its devices: give stop or restart")
     if split is not None and hosts > 1 and (strategy.replicas % hosts or "emulate" in given):
         raise StrategyError("nnodes", hosts, "a model is cut over devices of one host, and replicas on one host so far")
     if split is not None and hosts > 1 and isinstance(strategy, Centralized):

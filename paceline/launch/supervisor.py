@@ -3,6 +3,7 @@
     a replica …                       continue          restart              stop
     ends with code 0                  the others go on  the others go on     the others go on
     is killed (kill -9, no memory)    the others go on  is started again     all end, 128 + signal
+    … and is a device of a cut model                    all start anew       all end, 128 + signal
     raises, or ends with a code > 0   all end with its code, its traceback on top
 
 An exception is a bug and not a fault: no policy goes on after one. Only the supervisor declares a death on the
@@ -277,7 +278,7 @@ class Supervisor:
             self._release_latecomers()
         else:
             self._say(f"{what}; no replica is left")
-            self._drop_latecomers()
+            self._drop_all()
 
     def _who_goes_on(self) -> str:
         count = len(self._living)
@@ -286,6 +287,9 @@ class Supervisor:
 
     def _start_again(self, replica: ReplicaProcess) -> str:
         """Arrange for a new process in that row, and say so."""
+        if self._is_cut:
+            self._finished.clear()
+            self._drop_all()  # they cannot go on without it
         if self._finished and not self._anybody_takes_part():
             self._release_latecomers()
             return "the others have finished"
@@ -300,7 +304,7 @@ class Supervisor:
         if self._anybody_takes_part():
             self._due[row] = when
             return f"it is started again{soon} {counted}"
-        self._drop_latecomers()
+        self._drop_all()
         board = Board.create(self._job.place.replicas, supervised=True)
         if self._place.servers is not None:
             # Servers have not forgotten those who died, and must not take the new ones for them.
@@ -312,7 +316,13 @@ class Supervisor:
         self._board = board
         self._due = dict.fromkeys(range(self._job.place.replicas), when)
         self._shown = 0 if self._job.shown else None
-        return f"no replica is left, all start anew{soon} {counted}"
+        why = "a cut model needs all its devices" if self._is_cut else "no replica is left"
+        return f"{why}, all start anew{soon} {counted}"
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether a replica is several processes, of which none can do without the others."""
+        return self._job.place.strategy.split is not None
 
     def _anybody_takes_part(self) -> bool:
         return any(self._board.alive(row) for row in self._living)
@@ -320,9 +330,9 @@ class Supervisor:
     def _release_latecomers(self) -> None:
         """When all who took part have ended, nobody will admit those that were started again."""
         if self._finished and not self._anybody_takes_part():
-            self._drop_latecomers()
+            self._drop_all()
 
-    def _drop_latecomers(self) -> None:
+    def _drop_all(self) -> None:
         self._due.clear()
         for replica in list(self._living.values()):
             self._drop(replica)

@@ -21,7 +21,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.central.chief import Chief, Close, End, Outcome, Wait, Work
+from paceline.central.chief import Chief
+from paceline.central.tickets import Close, End, Outcome, Wait, Work
 from paceline.errors import CheckpointError, DataError, PacelineError
 from paceline.rules import Async, Rule, Sync
 
@@ -823,7 +824,7 @@ def test_each_part_of_a_task_is_done_once_by_whoever_turns_up(
             part, runs = holds.pop(replica)
             values = [float(part), float(sum(positions(runs))), 0.1 * part]
             for _ in range(2):  # the second time is not heard
-                chief.finish_task(replica, "evaluate", part, values)
+                chief.tasks.finish(replica, "evaluate", part, values)
             return
         answer = chief.ask_task(replica, "evaluate", length)
         if isinstance(answer, tuple):

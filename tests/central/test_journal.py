@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.central.chief import Accepted, Close
 from paceline.central.journal import Journal
 from paceline.central.records import AnyRecord, Made, Members, Pushed, RuleSet, TaskResult
+from paceline.central.tickets import Accepted, Close
 from paceline.errors import CheckpointError, PacelineError
 from paceline.rules import Async
 

@@ -242,7 +242,7 @@ def test_results_rules_and_members_come_back(tmp_path: Path) -> None:
     training.killed()
     assert training.steps.members == [0]
     assert training.steps.chief.rule == Async(bound=2)
-    assert training.steps.chief.result("evaluation 1") == [2.5]
+    assert training.steps.chief.tasks.results["evaluation 1"] == [2.5]
 
 
 def test_a_process_that_was_followed_by_another_is_not_listened_to(tmp_path: Path) -> None:

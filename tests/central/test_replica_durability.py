@@ -20,7 +20,6 @@ from test_server_faults import END_S, SCRIPT, check_end, check_nothing_left, kil
 
 from paceline.central import peer_journal
 from paceline.central import protocol as p
-from paceline.central.chief import Accepted, Close
 from paceline.central.keeper import Copy, Keeper
 from paceline.central.keeping import waiting
 from paceline.central.peer_journal import Link, PeerJournal
@@ -28,6 +27,7 @@ from paceline.central.records import Made, Pushed
 from paceline.central.recovery import keep, recover
 from paceline.central.server import Server
 from paceline.central.shards import plain_options
+from paceline.central.tickets import Accepted, Close
 from paceline.errors import PacelineError, StrategyError
 from paceline.rules import Async, Sync
 from paceline.strategy import Centralized

@@ -27,7 +27,7 @@ from paceline import __version__
 from paceline.central import protocol as p
 from paceline.central import server as server_module
 from paceline.central import steps as steps_module
-from paceline.central.chief import Accepted, Chief, Close
+from paceline.central.chief import Chief
 from paceline.central.client import Client, Servers
 from paceline.central.coding import Coding
 from paceline.central.connection import Connection
@@ -40,6 +40,7 @@ from paceline.central.server import Server
 from paceline.central.shards import Shards, describe
 from paceline.central.steps import Steps
 from paceline.central.tables import TableSpec
+from paceline.central.tickets import Accepted, Close
 from paceline.cli.keys import make_certificate, make_keys
 from paceline.errors import PacelineError, SecurityError, Stalled
 from paceline.exchange.frames import MAGIC, PROTOCOL, Channel

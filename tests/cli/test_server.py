@@ -92,6 +92,7 @@ def test_a_run_goes_on_in_a_container_that_another_has_left(start: Start, server
     assert sum(tensor.double().sum().item() for tensor in tensors.values()) == pytest.approx(second.told("sum"))
 
 
+@pytest.mark.soak
 def test_what_a_joining_run_is_told(start: Start, servers: list[ServerProcess], tmp_path: Path) -> None:
     start(TRAIN, f"{join(servers)} --container shape", "--epochs 1").fine()
     other = start(TRAIN, f"{join(servers)} --container shape", "--epochs 1 --width 7").end()

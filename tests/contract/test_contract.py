@@ -31,6 +31,7 @@ class Strategy:
     replicas: int
     accumulate: int = 1
     models: tuple[str, ...] = tuple(MODELS)
+    in_every_test_run: bool = True  # else `make soak` tries it: what it combines is in others one by one
 
     @property
     def has_servers(self) -> bool:
@@ -67,19 +68,42 @@ STRATEGIES = {
         models=("tied_transformer",),
     ),
     "3 stages": Strategy("--stages 3 --micro-batches 4", 3, models=("mlp", "tied_transformer", "whole_tensors")),
-    "2 replicas of 2 stages": Strategy("--stages 2 --micro-batches 3 --replicas 2", 4, models=("mlp", "lstm")),
+    "2 replicas of 2 stages": Strategy(
+        "--stages 2 --micro-batches 3 --replicas 2", 4, models=("mlp", "lstm"), in_every_test_run=False
+    ),
     "3 tiles": Strategy("--tiles 3", 3, models=("conv_batchnorm",)),
-    "2 replicas of 2 tiles": Strategy("--tiles 2 --replicas 2", 4, models=("conv_batchnorm",)),
+    "2 replicas of 2 tiles": Strategy("--tiles 2 --replicas 2", 4, models=("conv_batchnorm",), in_every_test_run=False),
     "a wavefront over 2": Strategy("--wavefront 2 --time-block 4", 2, models=("lstm",)),
-    "2 replicas of a wavefront over 2": Strategy("--wavefront 2 --time-block 2 --replicas 2", 4, models=("lstm",)),
+    "2 replicas of a wavefront over 2": Strategy(
+        "--wavefront 2 --time-block 2 --replicas 2", 4, models=("lstm",), in_every_test_run=False
+    ),
     "2 replicas of 2 devices, 2 servers": Strategy(
-        "--mesh model=2 --layout hidden=model --replicas 2 --servers 2", 4, models=("mlp", "tied_transformer")
+        "--mesh model=2 --layout hidden=model --replicas 2 --servers 2",
+        4,
+        models=("mlp", "tied_transformer"),
+        in_every_test_run=False,
     ),
     "2 replicas of a wavefront over 2, 1 server": Strategy(
-        "--wavefront 2 --time-block 2 --replicas 2 --servers 1 --exchange tcp", 4, models=("lstm",)
+        "--wavefront 2 --time-block 2 --replicas 2 --servers 1 --exchange tcp",
+        4,
+        models=("lstm",),
+        in_every_test_run=False,
     ),
 }
 THREE = STRATEGIES["3 replicas, uneven parts"]
+
+
+def marks_of(strategy: Strategy) -> list[pytest.MarkDecorator]:
+    return [] if strategy.in_every_test_run else [pytest.mark.soak]
+
+
+EVERY_STRATEGY = [pytest.param(strategy, id=name, marks=marks_of(strategy)) for name, strategy in STRATEGIES.items()]
+EVERY_MODEL = [
+    pytest.param(strategy, model, id=f"{name}-{model}", marks=marks_of(strategy))
+    for name, strategy in STRATEGIES.items()
+    for model in strategy.models
+    if not (strategy.has_servers and model in BATCHNORM)
+]
 
 # Under autocast every replica's gradient is a product rounded to the 8 bits of bf16 before they are added up, and one
 # process rounds the sum: equal to about 1/256, whatever the strategy does.
@@ -121,20 +145,17 @@ def trained(start: Start) -> Callable[[Strategy], Run]:
     return run_of
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+@pytest.mark.parametrize(("strategy", "model"), EVERY_MODEL)
 def test_losses_gradients_state_and_parameters_are_those_of_one_process(
     strategy: Strategy, model: str, trained: Callable[[Strategy], Run], one_process: Callable[[int], Path]
 ) -> None:
-    if model not in strategy.models or (strategy.has_servers and model in BATCHNORM):
-        pytest.skip("statistics over the whole batch need mirrored replicas, tables on servers need tables")
     reference = one_process(strategy.accumulate) / model
     verdict = compare(reference, trained(strategy).folder / "recorded" / model, tolerance_for(model))
     assert verdict.equal, verdict.first
     assert verdict.steps == len(list(reference.iterdir())) >= 6
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+@pytest.mark.parametrize("strategy", EVERY_STRATEGY)
 def test_replicas_agree_bit_for_bit(strategy: Strategy, trained: Callable[[Strategy], Run]) -> None:
     run = trained(strategy)
     for model in strategy.models:
@@ -143,7 +164,7 @@ def test_replicas_agree_bit_for_bit(strategy: Strategy, trained: Callable[[Strat
             assert run.told(model, replica) == first, f"{model} on replica {replica}"
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+@pytest.mark.parametrize("strategy", EVERY_STRATEGY)
 def test_nothing_is_left_behind(strategy: Strategy, trained: Callable[[Strategy], Run]) -> None:
     trained(strategy).assert_nothing_left()
 
@@ -173,10 +194,10 @@ def test_a_checkpoint_loads_strictly_in_plain_torch(model: str, trained: Callabl
         ("--replicas 4", tuple(MODELS)),
         ("--replicas 2 --servers 2", OTHERS),
         ("--mesh model=2 --layout hidden=model", ("mlp", "tied_transformer")),
-        ("--stages 2", ("mlp", "tied_transformer")),
-        ("--tiles 2", ("conv_batchnorm",)),
-        ("--wavefront 2", ("lstm",)),
-        ("--stages 2 --replicas 2 --servers 1", ("mlp", "tied_transformer")),
+        pytest.param("--stages 2", ("mlp", "tied_transformer"), marks=pytest.mark.soak),
+        pytest.param("--tiles 2", ("conv_batchnorm",), marks=pytest.mark.soak),
+        pytest.param("--wavefront 2", ("lstm",), marks=pytest.mark.soak),
+        pytest.param("--stages 2 --replicas 2 --servers 1", ("mlp", "tied_transformer"), marks=pytest.mark.soak),
     ],
 )
 def test_what_three_replicas_have_saved_goes_on_with_any_strategy(

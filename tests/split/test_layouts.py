@@ -278,10 +278,9 @@ trainer.save("model.safetensors")
 @pytest.mark.parametrize(
     ("flags", "dropout"),
     [
-        ("--mesh data=2,model=2 --layout batch=data,hidden=model", "0.0"),
+        pytest.param("--mesh data=2,model=2 --layout batch=data,hidden=model", "0.0", marks=pytest.mark.soak),
         ("--mesh model=2 --layout hidden=model", "0.3"),
     ],
-    ids=["two by two", "dropout"],
 )
 def test_a_run_and_its_checkpoint_are_those_of_one_process(start: Start, flags: str, dropout: str) -> None:
     from safetensors.torch import load_file
@@ -306,8 +305,8 @@ def test_a_run_and_its_checkpoint_are_those_of_one_process(start: Start, flags: 
         ("--mesh model=99 --layout hidden=model", "needs 99 devices"),
         ("--mesh a=2,b=2 --layout hidden=a,hidden=b", "dim hidden lies along a already"),
         ("--mesh data=2 --layout batch=data,hidden=data", "that axis divides the batch"),
-        ("--mesh model=4 --layout out=model", "that dim has 3 elements"),
-        ("--mesh model=2 --layout hidden=model,in=model", "two dims along model"),
+        pytest.param("--mesh model=4 --layout out=model", "that dim has 3 elements", marks=pytest.mark.soak),
+        pytest.param("--mesh model=2 --layout hidden=model,in=model", "two dims along model", marks=pytest.mark.soak),
         ("--mesh model=2 --layout hidden=model --stages 2", "the model is cut by --mesh already"),
         ("--mesh model=2 --layout hidden=model --on-failure continue", "a cut model needs all its devices"),
     ],

@@ -404,6 +404,7 @@ def largest_difference(one: Path, other: Path) -> float:
     return max(float((first[name].double() - second[name].double()).abs().max()) for name in first)
 
 
+@pytest.mark.soak
 def test_runs_train_and_evaluate_as_one_process_does_and_save_what_plain_torch_loads(start: Start) -> None:
     """AdamW, clipping, accumulation, a last small batch, weights tied over stages."""
     alone = start(SCRIPT, None, "--accumulate 2")

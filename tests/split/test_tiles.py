@@ -216,7 +216,10 @@ def alone(start: Start) -> Callable[[float], Run]:
 
 # Replicas draw masks of their own, so with several of them nothing is dropped.
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("flags", "dropout"), [("--tiles 2x2", 0.3), ("--tiles 2 --replicas 2", 0.0)])
+@pytest.mark.parametrize(
+    ("flags", "dropout"),
+    [pytest.param("--tiles 2x2", 0.3, marks=pytest.mark.soak), ("--tiles 2 --replicas 2", 0.0)],
+)
 def test_a_run_gives_the_losses_and_the_checkpoint_of_one_process(
     flags: str, dropout: float, start: Start, alone: Callable[[float], Run]
 ) -> None:
@@ -232,6 +235,7 @@ def test_a_run_gives_the_losses_and_the_checkpoint_of_one_process(
     run.assert_nothing_left()
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_verify_finds_no_difference(tmp_path: Path) -> None:
     done = subprocess.run(

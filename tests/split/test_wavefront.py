@@ -160,6 +160,7 @@ def test_what_was_saved_resumes_in_one_process(start: Start, in_waves: Run, tmp_
     assert resumed.told("right") == pytest.approx(in_waves.told("right"), rel=1e-5)
 
 
+@pytest.mark.soak
 def test_two_replicas_of_two_devices_are_verified(tmp_path: Path) -> None:
     flags = ["--wavefront", "2", "--replicas", "2", "--time-block", "3", "--steps", "3", "--json"]
     verified = Run(tmp_path, sys.executable, "-c", MAIN, "verify", str(TRANSLATE), *flags).fine()

@@ -39,6 +39,7 @@ def test_one_replica_of_two_tiles_is_one_process_statistics_included(start: Star
         torch.testing.assert_close(saved[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("flags", ["--tiles 2 --replicas 2 --async", "--stages 2 --replicas 2 --accept 1"])
 def test_devices_agree_and_what_is_saved_is_what_was_evaluated(flags: str, start: Start) -> None:
     run = start(SCRIPT, f"{flags} --servers 1").fine()
@@ -65,7 +66,7 @@ def test_devices_agree_and_what_is_saved_is_what_was_evaluated(flags: str, start
     [
         ("--servers 1 --in-graph", "in-graph is 'set': devices of a cut model are processes"),
         ("--servers 1 --only sparse", "only is 'sparse': a cut model has no tables on servers so far"),
-        ("--servers 1 --on-failure restart", "on-failure is 'restart': a cut model needs all its devices"),
+        ("--servers 1 --on-failure continue", "on-failure is 'continue': a cut model needs all its devices"),
     ],
 )
 def test_what_does_not_go_together_is_said(flags: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
