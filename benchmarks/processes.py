@@ -1,7 +1,8 @@
-"""Starting a script as a user of each peer would, with the same cores and threads for all.
+"""Starting a script as a user of each peer would, with the same cores, threads and malloc for all.
 
-A replica of `paceline run` is pinned to its share of the cores and has as many threads. Ranks of torch.distributed
-get exactly the same, and so does a lone process that is compared with one of several replicas.
+A replica of `paceline run` is pinned to its share of the cores, has as many threads, and keeps the memory it has once
+touched. Ranks of torch.distributed get exactly the same, and so does a lone process that is compared with one of several
+replicas: what malloc alone gains is not counted as Paceline's.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from paceline.launch.cores import allowed_cores, share_of_cores
+from paceline.launch.heap import KEPT_BYTES
 
 SCRIPTS = Path(__file__).parent / "scripts"
 LONGEST_RUN_S = 900.0
@@ -44,7 +46,7 @@ class Process:
 def alone(script: str, arguments: Sequence[str], which: int = 0, of: int = 2) -> Process:
     """Plain python, on the cores that replica `which` of `of` would have."""
     cores = share_of_cores(which, of, allowed_cores())
-    return Process(_python(script, arguments), cores, _threads(len(cores)))
+    return Process(_python(script, arguments), cores, _alike(len(cores)))
 
 
 def paceline(script: str, arguments: Sequence[str], flags: Sequence[str], *, share_of: int = 1) -> Process:
@@ -56,7 +58,7 @@ def paceline(script: str, arguments: Sequence[str], flags: Sequence[str], *, sha
 def torchrun(script: str, arguments: Sequence[str], ranks: int) -> Process:
     """`torchrun` as its documentation shows it for one machine."""
     flags = ["--standalone", "--nproc-per-node", str(ranks)]
-    return Process([_installed("torchrun"), *flags, str(SCRIPTS / script), *arguments], None, _threads(1))
+    return Process([_installed("torchrun"), *flags, str(SCRIPTS / script), *arguments], None, _alike(1))
 
 
 def command(*words: str) -> Process:
@@ -72,7 +74,7 @@ def knows(subcommand: str, flag: str) -> bool:
 
 def of_peer(python: Path, script: str, arguments: Sequence[str]) -> Process:
     """A script in another environment, free to run on all cores as its own scheduler likes, a thread a process."""
-    return Process([str(python), str(SCRIPTS / script), *arguments], None, _threads(1))
+    return Process([str(python), str(SCRIPTS / script), *arguments], None, _alike(1))
 
 
 def ranks(
@@ -104,7 +106,7 @@ def ranks(
             "LOCAL_WORLD_SIZE": str(local_count),
             "MASTER_ADDR": address,
             "MASTER_PORT": port,
-            **_threads(len(cores)),
+            **_alike(len(cores)),
             **(environment or {}),
         }
         processes.append(Process(on_host(host, _python(script, arguments)), cores, variables))
@@ -206,5 +208,7 @@ def _installed(command: str) -> str:
     return str(Path(sysconfig.get_path("scripts")) / command)
 
 
-def _threads(count: int) -> dict[str, str]:
-    return {"OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count)}
+def _alike(threads: int) -> dict[str, str]:
+    """What `paceline run` gives to a replica."""
+    of_malloc = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(KEPT_BYTES))
+    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), **of_malloc}

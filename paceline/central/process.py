@@ -13,6 +13,7 @@ import msgspec
 
 from paceline.errors import PacelineError
 from paceline.exchange.secure import Keys, read_token
+from paceline.launch.heap import keep_memory
 from paceline.launch.quick_start import load_compiler_late
 from paceline.launch.replica import die_with_parent
 from paceline.launch.servers import SERVER_VARIABLE, ServerSetting
@@ -22,6 +23,7 @@ SWITCH_EVERY_S = 0.0005  # a thread that has the answer should not wait for one 
 
 def main() -> None:
     die_with_parent()
+    keep_memory()
     load_compiler_late()
     from paceline.central.server import Server
 

@@ -25,6 +25,7 @@ from paceline.central.shards import Part, Shards
 from paceline.central.side import Side, as_one, server_of_all, slot_of
 from paceline.errors import Stalled
 from paceline.exchange.frames import Channel
+from paceline.launch.heap import give_memory_back
 
 # How parameters travel when gradients are coded so: coarser than 16 bits would be a different model.
 PARAMETER_WIRE = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "int8": "fp16"}
@@ -154,6 +155,7 @@ class Pulls:
             else:
                 side = self._sides[server]
                 parameter.data = as_one(self._seen(side, live=live), side.layout, parts, parameter)
+        give_memory_back()  # what the parameters were before
 
     def _seen(self, side: Side, *, live: bool) -> torch.Tensor:
         if side.arena is None:

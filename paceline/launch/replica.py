@@ -32,6 +32,7 @@ import msgspec
 
 from paceline.errors import LaunchError, PacelineError
 from paceline.launch.cores import allowed_cores, share_of_cores
+from paceline.launch.heap import keep_memory
 from paceline.launch.place import PLACE_VARIABLE, Place, find_place
 from paceline.launch.quick_start import load_compiler_late
 from paceline.watch.events import AppendFile
@@ -234,6 +235,7 @@ def _open_log(place: Place) -> io.TextIOBase:
 
 
 def _prepare(place: Place, log: io.TextIOBase) -> None:
+    keep_memory()
     faulthandler.enable(file=log)
     faulthandler.register(signal.SIGUSR1, file=log)
     os.sched_setaffinity(0, share_of_cores(place.replica, place.replicas, allowed_cores()))

@@ -22,6 +22,7 @@ from paceline.errors import ArenaError, ModelError, ReplicaDied
 from paceline.exchange.board import Board, Kind, MemberLost, Members, Phase, Word
 from paceline.exchange.links import Links
 from paceline.exchange.together import Together
+from paceline.launch.heap import give_memory_back
 from paceline.memory import Arena, Layout, ModelArena
 from paceline.memory.layout import aligned
 from paceline.memory.model_arena import Sizes
@@ -63,6 +64,7 @@ class ModelInArena:
     def point_to_arena(self) -> None:
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
             parameter.data = self.arena.parameter(slot)
+        give_memory_back()  # what the parameters were before
 
     def compare_values(self, here: str, there: str) -> None:
         """The model's values must be those in the arena, bit by bit; `there`: who has put those in."""

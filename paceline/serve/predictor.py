@@ -30,6 +30,7 @@ from paceline.errors import CheckpointError, ModelError, PacelineError, ReplicaD
 from paceline.exchange.board import Board, HostWord
 from paceline.exchange.life import Life
 from paceline.launch.cores import allowed_cores, share_of_cores
+from paceline.launch.heap import keep_memory
 from paceline.memory.arena import Arena
 from paceline.owners.models import own_state
 from paceline.serve.device import Device, GivenUp, ServingPeers, Slate, Word, described, send, work
@@ -92,6 +93,7 @@ class Predictor:
         if split is None or self.devices == 1:
             return
         _share_parameters(model)
+        keep_memory()  # of the devices, of which this process is one
         cores = allowed_cores()
         self._shares = [share_of_cores(device, self.devices, cores) for device in range(self.devices)]
         board = Board.create(self.devices, supervised=False)
