@@ -1,8 +1,8 @@
 """Starting a script as a user of each peer would, with the same cores, threads and malloc for all.
 
 A replica of `paceline run` is pinned to its share of the cores, has as many threads, and keeps the memory it has once
-touched. Ranks of torch.distributed get exactly the same, and so does a lone process that is compared with one of several
-replicas: what malloc alone gains is not counted as Paceline's.
+touched. Ranks of torch.distributed get exactly the same, and so does a lone process that is compared with one of
+several replicas: what malloc alone gains is not counted as Paceline's.
 """
 
 from __future__ import annotations
