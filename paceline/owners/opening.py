@@ -22,6 +22,7 @@ from paceline.exchange.board import Board, Word
 from paceline.exchange.links import Links, Store, open_store
 from paceline.exchange.together import Together
 from paceline.exchange.wire import wire
+from paceline.launch.heap import keep_memory
 from paceline.launch.place import PLACE_VARIABLE, Place
 from paceline.owners.build import announce
 from paceline.owners.engine import Engine
@@ -91,6 +92,7 @@ def _share_board(place: Place, store: Store) -> Place:
         process, held = store.get(key).decode().split("/")
         descriptor = os.open(f"/proc/{process}/fd/{held}", os.O_RDWR | os.O_CLOEXEC)
         store.set(f"{key}/{place.replica}", "opened")
+    keep_memory()
     if "OMP_NUM_THREADS" not in os.environ:
         # Each replica with threads for all cores would make them fight for the cores.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.replicas))
