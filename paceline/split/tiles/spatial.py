@@ -16,9 +16,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from paceline.split.tiles import edges
 from paceline.split.tiles.moving import Widened
 from paceline.split.tiles.tile import Tile
-from paceline.split.tiles.windows import Range, Wants, slid, sliding, spreading
+from paceline.split.tiles.windows import Range, Wants, ranges, slid, sliding, spreading
 
 Func = Callable[..., Any]
 Lengths = Sequence[int]
@@ -121,6 +122,10 @@ def convolve(
     cut = Neighbourhood(course, func, input, spatial, outputs)
     if not cut.possible:
         return cut.on_whole(func, weight, bias, stride, padding, dilation, groups)
+    shape = _keeping_size(cut, strides, pads, dilations, groups)
+    if shape is not None:
+        assert isinstance(cut.x, Tile)
+        return cut.x.like(edges.convolved(cut.x.local, weight, bias, cut.axes[0].group, shape))
     wants = cut.wants(lambda i, n, m, parts: sliding(n, m, parts, kernels[i], strides[i], pads[i][0], dilations[i]))
     pads = _uncut(cut, pads)
 
@@ -132,6 +137,22 @@ def convolve(
         return local
 
     return cut.run(wants, op)
+
+
+def _keeping_size(
+    cut: Neighbourhood, strides: Lengths, pads: Sequence[Range], dilations: Lengths, groups: int
+) -> edges.Shape | None:
+    """The convolution, if it can be done on a tile as it lies: it gives as many rows as there are."""
+    x = cut.x
+    if not isinstance(x, Tile) or len(cut.axes) > 1 or torch.is_autocast_enabled(x.device.type):
+        return None
+    (axis,), (dim,) = cut.axes, cut.dims
+    reach = pads[axis.which][0]
+    same_size = cut.outputs[axis.which] == x.shape[dim] and set(strides) == {1}
+    fewest = min(stop - start for start, stop in ranges(x.shape[dim], axis.parts))
+    if not same_size or not 0 < reach <= fewest or any(low != high for low, high in pads):
+        return None
+    return edges.Shape(dim, reach, tuple(low for low, _ in pads), tuple(dilations), groups)
 
 
 def _paddings(padding: Any, kernels: Lengths, dilations: Lengths) -> list[Range]:
