@@ -73,8 +73,9 @@ def knows(subcommand: str, flag: str) -> bool:
 
 
 def of_peer(python: Path, script: str, arguments: Sequence[str]) -> Process:
-    """A script in another environment, free to run on all cores as its own scheduler likes, a thread a process."""
-    return Process([str(python), str(SCRIPTS / script), *arguments], None, _alike(1))
+    """A script of a system with a runtime of its own, as it comes: on all cores as its own scheduler likes, a thread a
+    process, memory as it sees fit."""
+    return Process([str(python), str(SCRIPTS / script), *arguments], None, _threads(1))
 
 
 def ranks(
@@ -211,4 +212,8 @@ def _installed(command: str) -> str:
 def _alike(threads: int) -> dict[str, str]:
     """What `paceline run` gives to a replica."""
     of_malloc = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(KEPT_BYTES))
-    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), **of_malloc}
+    return {**_threads(threads), **of_malloc}
+
+
+def _threads(count: int) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count)}
