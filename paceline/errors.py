@@ -19,6 +19,9 @@ traceback for everything else.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
+
 
 class PacelineError(Exception):
     """Base of every error Paceline raises on purpose."""
@@ -34,6 +37,16 @@ class InvalidInput(PacelineError):
     def __init__(self, field: str, value: object, expected: str) -> None:
         self.field, self.value, self.expected = field, value, expected
         super().__init__(f"{field} is {value!r}: {expected}")
+
+
+def nearest_first(wanted: str, known: Sequence[str]) -> list[str]:
+    """`known`, with what `wanted` probably meant in front.
+
+    >>> nearest_first("hiden", ["batch", "embed", "hidden"])
+    ['hidden', 'batch', 'embed']
+    """
+    near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5)
+    return [*near, *(name for name in known if name not in near)]
 
 
 class StrategyError(InvalidInput):

@@ -6,12 +6,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 
 import msgspec
 
-from paceline.errors import StrategyError
+from paceline.errors import StrategyError, nearest_first
 from paceline.rules import Rule, Sync
 from paceline.split.values import Split
 
@@ -102,6 +101,4 @@ def one_of(field: str, value: str, choices: Sequence[str]) -> str:
     """`value`, if it is one of `choices`; else a sentence that names them, the nearest first."""
     if value in choices:
         return value
-    near = difflib.get_close_matches(value, choices, n=1, cutoff=0.5)
-    listed = ", ".join([*near, *(choice for choice in choices if choice not in near)])
-    raise StrategyError(field, value, f"give one of {listed}")
+    raise StrategyError(field, value, f"give one of {', '.join(nearest_first(value, choices))}")

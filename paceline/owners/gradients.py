@@ -3,14 +3,20 @@
 A hook copies every gradient into this replica's flat buffer the moment backward has finished it, while it is
 still in the cache, and gives its memory back. A buffer always holds a valid contribution: what a parameter left
 there in an earlier step is zeroed when a step does not use that parameter.
+
+An operator of our own need not make a gradient that is then copied: it finds the *landing* of its weight, and has the
+product of two matrices computed right there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_LANDINGS: Any = WeakTensorKeyDictionary()  # of the parameters that are being trained
 
 
 class Destination(Protocol):
@@ -38,8 +44,18 @@ class Whole:
     def add(self, gradient: torch.Tensor) -> None:
         self._view.add_(gradient)
 
+    def put_product(self, one: torch.Tensor, other: torch.Tensor) -> None:
+        torch.mm(one, other, out=self._view)
+
+    def add_product(self, one: torch.Tensor, other: torch.Tensor) -> None:
+        self._view.addmm_(one, other)
+
     def zero(self) -> None:
         self._view.zero_()
+
+    @property
+    def is_matrix(self) -> bool:
+        return self._view.dim() == 2
 
 
 class Nowhere:
@@ -80,10 +96,29 @@ class GradientCollector:
             for slot, parameter in enumerate(parameters)
             if parameter.requires_grad
         ]
+        self._make_landings()
+
+    def _make_landings(self) -> None:
+        """Not where complete gradients are waited for: an operator does not know whether it is the last to add."""
+        for slot, (parameter, destination) in enumerate(zip(self._parameters, self._destinations, strict=True)):
+            if self._landed is None and isinstance(destination, Whole) and destination.is_matrix:
+                _LANDINGS[parameter] = Landing(self, slot)
+
+    def multiply(self, slot: int, one: torch.Tensor, other: torch.Tensor) -> bool:
+        """Have a gradient that is this product where it is to go; False if none is collected now."""
+        destination = self._destinations[slot]
+        if not self._collecting or not isinstance(destination, Whole):
+            return False
+        if self._seen[slot]:
+            destination.add_product(one, other)
+        else:
+            destination.put_product(one, other)
+        self._seen[slot] = self._dirty[slot] = True
+        return True
 
     def _hook(self, slot: int) -> Callable[[torch.Tensor], None]:
         def collect(parameter: torch.Tensor) -> None:
-            if self._collecting:
+            if self._collecting and parameter.grad is not None:  # it may have landed already
                 self._collect(slot, parameter)
 
         return collect
@@ -127,3 +162,24 @@ class GradientCollector:
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
+        for parameter in self._parameters:
+            _LANDINGS.pop(parameter, None)
+
+
+class Landing:
+    """Where the gradient of one weight goes."""
+
+    def __init__(self, collector: GradientCollector, slot: int) -> None:
+        self._collector = collector
+        self._slot = slot
+
+    def multiply(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        return self._collector.multiply(self._slot, one, other)
+
+
+def landing_of(weight: torch.Tensor) -> Landing | None:
+    """If the gradient of `weight` may be computed where it goes: nobody else wants to see it on its way."""
+    if weight._backward_hooks or torch.is_autocast_enabled(weight.device.type) or not torch.is_grad_enabled():
+        return None
+    landing: Landing | None = _LANDINGS.get(weight)
+    return landing

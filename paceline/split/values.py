@@ -5,13 +5,11 @@ No torch here: the command line and the supervisor read these.
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Sequence
 
 import msgspec
 
-from paceline.errors import StrategyError
+from paceline.errors import StrategyError, nearest_first
 
 BATCH = "batch"  # the dim whose split is data parallelism
 SCHEDULES = ("1f1b", "gpipe")
@@ -132,13 +130,3 @@ class Wavefront(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 Split = Layout | Stages | Tiles | Wavefront
-
-
-def nearest_first(wanted: str, known: Sequence[str]) -> list[str]:
-    """`known`, with what `wanted` probably meant in front.
-
-    >>> nearest_first("hiden", ["batch", "embed", "hidden"])
-    ['hidden', 'batch', 'embed']
-    """
-    near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5)
-    return [*near, *(name for name in known if name not in near)]

@@ -57,7 +57,7 @@ SENTENCES = {
     "run train.py --replicas 3 --nproc-per-node 2": (
         "nproc-per-node is 2: on 1 host(s) that makes 2 but --replicas says 3, give only one"
     ),
-    "run train.py --wire bf61": "wire is 'bf61': give one of bf16, fp32, fp16, int8",
+    "run train.py --wire bf61": "wire is 'bf61': give one of bf16, fp16, fp32, int8",
     "run train.py --batchnorm global": "batchnorm is 'global': give one of local, exact",
     "run train.py --exchange mpi": "exchange is 'mpi': give one of auto, shared, collective",
     "run train.py --timeout never": "timeout is 'never': give a number of seconds above 0",

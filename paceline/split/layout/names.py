@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from paceline.errors import StrategyError
+from paceline.errors import StrategyError, nearest_first
 from paceline.split.layout.atoms import Atom, Dims, leaves
-from paceline.split.values import BATCH, nearest_first
+from paceline.split.values import BATCH
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _LAYERS = (*_CONVOLUTIONS, nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm, nn.MultiheadAttention)

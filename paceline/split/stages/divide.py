@@ -8,10 +8,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from paceline.errors import ModelError, StrategyError
+from paceline.errors import ModelError, StrategyError, nearest_first
 from paceline.split.stages.measure import Measured, last_uses
 from paceline.split.trace import Traced
-from paceline.split.values import nearest_first
 
 MOST_PLACES = 300  # among which the best are looked for
 SLACK = 1.03  # how much slower the slowest stage may be for fewer bytes
