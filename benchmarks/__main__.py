@@ -160,7 +160,8 @@ def _write(results: dict[str, Result], folder: Path, console: Console) -> None:
     machine = this_machine()
     before = report.read(folder) or report.Report(machine, {})
     now = before.with_new(results, machine, SUITE)
-    claims = [claim for result in now.results.values() for claim in result.claims]
+    everything = [claim for result in now.results.values() for claim in result.claims]
+    claims = [claim for claim in everything if claim.bar] or everything  # the page has the others
     pictures = [folder / "benchmarks.png"]
     draw(claims, pictures[0], str(machine))
     for name, result in now.results.items():

@@ -29,7 +29,7 @@ _LINES = tuple(
 
 def draw(claims: Sequence[Claim], path: Path, machine: str) -> None:
     """Write the picture of these claims, the first one on top."""
-    figure, axes = plt.subplots(figsize=(9, 1.4 + 0.32 * len(claims)), layout="constrained")
+    figure, axes = plt.subplots(figsize=(13, 1.4 + 0.32 * len(claims)), layout="constrained")
     for row, claim in enumerate(claims):
         marker, colour, _ = _STYLES[claim.reached]
         axes.plot([min(claim.rounds), max(claim.rounds)], [row, row], color=colour, linewidth=2, alpha=0.5)
