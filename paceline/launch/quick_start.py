@@ -47,6 +47,8 @@ class _Loader(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self._loader  # nobody sees that it was another
         self._loader.exec_module(module)
         for method in vars(module.Optimizer).values():
             if (function := getattr(method, "__wrapped__", None)) is not None:
