@@ -102,8 +102,9 @@ def run(setting: Setting) -> Result:
     runs: dict[str, Callable[[], Found]] = {name: partial(size.train, LARGE, WAYS[name]) for name in size.ways}
     runs[SMALL_LR] = partial(size.train, MODERATE, ("--async",))
     # An evaluation brings all to rest, and after it the first gradients are fresh: staleness is counted without. And
-    # with gradients that take longer than asking for the next one does.
-    slower = replace(size, sleep_ms=4 * size.sleep_ms)
+    # with gradients that take much longer than asking for the next one does: between its push and its next pull a
+    # replica computes nothing that others could make stale.
+    slower = replace(size, sleep_ms=10 * size.sleep_ms)
     runs[EQUAL] = partial(slower.train, MODERATE, ("--async",), look_every=size.epochs)
     given = take_turns(
         runs, setting, lambda found: f"{found.accuracy:.1%} accuracy, mean staleness {found.mean_staleness:.2f}"

@@ -19,7 +19,7 @@ import msgspec
 from paceline.errors import StrategyError
 
 STALE = ("keep", "drop", "scale", "compensate")
-DEFAULT_COMPENSATION = 0.04  # lambda of DC-ASGD
+DEFAULT_COMPENSATION = 1.0  # lambda
 
 
 class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sync"):
@@ -84,6 +84,6 @@ def _parse_stale(text: str) -> tuple[str, float]:
         except ValueError:
             number = -1.0
         if not (number > 0 and math.isfinite(number)):
-            raise StrategyError("stale", text, "give compensate:LAMBDA with a number above 0, such as compensate:0.04")
+            raise StrategyError("stale", text, "give compensate:LAMBDA with a number above 0, such as compensate:0.5")
         return kind, number
     return kind, float(given) if given else 0.0

@@ -1,11 +1,13 @@
 """Digits of examples/digits.py, with plain SGD: paceline run train_digits.py --replicas 4 --servers 1 --async -- --lr 2
 
 Writes the test accuracy after every few epochs, and how many gradients had which staleness. Every gradient takes
-`--sleep-ms` longer than it needs, so that replicas are equally fast though there are more of them than cores.
+`--sleep-ms` longer than it needs, on average: replicas are equally fast though there are more of them than cores, but do
+not keep step with each other. If they did, each would push just before the others, and see their updates when it pulls.
 """
 
 import argparse
 import json
+import random
 import sys
 import time
 from pathlib import Path
@@ -52,7 +54,7 @@ def main() -> None:
     model = make_model(train_set[0].mean(0))
 
     def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        time.sleep(options.sleep_ms / 1000)
+        time.sleep(random.uniform(0.5, 1.5) * options.sleep_ms / 1000)
         return digits.loss(model, batch)
 
     trainer = pl.Trainer(model, torch.optim.SGD(model.parameters(), lr=options.lr), loss)

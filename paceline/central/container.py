@@ -342,12 +342,15 @@ class Container:
         gradient = self.arena.chunk_of(self.arena.gradients[accepted.replica], chunk)
         if not self._corrects(accepted, compensation):
             return gradient
-        # What the gradient would be on the parameters as they are now, to first order: the Hessian's diagonal is
-        # about the square of the gradient.
+        # What the gradient would be on the parameters as they are now, to first order: g + H (now - pulled). The
+        # Hessian's diagonal is about the mean square of the samples' gradients (Fisher), which is as many times the
+        # square of their mean as there are samples. A correction larger than the gradient is beyond what the first
+        # order tells: with large steps it would swing by itself.
         pulled = self.arena.chunk_of(self.arena.pulled[accepted.replica], chunk)
         now = self.arena.chunk_of(self.arena.parameters, chunk)
         correction = torch.sub(now, pulled, out=self._typed(hand.correction, chunk))
-        return correction.mul_(gradient).mul_(gradient).mul_(compensation).add_(gradient)
+        relative = correction.mul_(gradient).mul_(compensation * accepted.samples).clamp_(-1.0, 1.0)
+        return relative.add_(1.0).mul_(gradient)
 
     def _corrects(self, accepted: Accepted, compensation: float) -> bool:
         return bool(compensation and accepted.staleness and accepted.replica not in self.not_pulled)

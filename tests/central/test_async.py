@@ -80,10 +80,17 @@ def test_a_lower_learning_rate_is_that_of_every_update(case: Callable[[str], dic
 def test_what_is_compensated_has_the_gradient_of_the_parameters_as_they_are(
     case: Callable[[str], dict[str, Any]],
 ) -> None:
-    """With a gradient of 1, g + lambda g² (now - then) is 1 - lambda staleness, to first order."""
+    """With a gradient of 1, g + lambda n g² (now - then) is 1 - lambda n staleness, to first order."""
     told = case("compensate")
     stale = sum(staleness * count for staleness, count in told["staleness"].items())
     assert told["at"] == pytest.approx(-SAMPLES / 4 + 0.01 * stale, rel=2e-3)
+
+
+def test_no_correction_is_larger_than_the_gradient(case: Callable[[str], dict[str, Any]]) -> None:
+    """All gradients are the same here: what others have done meanwhile, a stale one need not do again, nor undo."""
+    told = case("compensate strongly")
+    assert told["at"] == pytest.approx(-told["staleness"][0])
+    assert told["staleness"][0] < told["steps"]
 
 
 def test_what_is_dropped_gives_its_samples_back(case: Callable[[str], dict[str, Any]]) -> None:
