@@ -1,8 +1,8 @@
 """Digits of examples/digits.py, with plain SGD: paceline run train_digits.py --replicas 4 --servers 1 --async -- --lr 2
 
 Writes the test accuracy after every few epochs, and how many gradients had which staleness. Every gradient takes
-`--sleep-ms` longer than it needs, on average: replicas are equally fast though there are more of them than cores, but do
-not keep step with each other. If they did, each would push just before the others, and see their updates when it pulls.
+`--sleep-ms` longer than it needs, on average: replicas are equally fast though there are more of them than cores, but
+do not keep step. If they did, each would push just before the others, and see their updates when it pulls.
 """
 
 import argparse

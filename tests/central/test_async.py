@@ -87,10 +87,10 @@ def test_what_is_compensated_has_the_gradient_of_the_parameters_as_they_are(
 
 
 def test_no_correction_is_larger_than_the_gradient(case: Callable[[str], dict[str, Any]]) -> None:
-    """All gradients are the same here: what others have done meanwhile, a stale one need not do again, nor undo."""
+    """All gradients are 1: one for which others have done something meanwhile counts nothing, and undoes nothing."""
     told = case("compensate strongly")
-    assert told["at"] == pytest.approx(-told["staleness"][0])
-    assert told["staleness"][0] < told["steps"]
+    assert told["at"] == int(told["at"])
+    assert -told["steps"] < told["at"] <= -told["staleness"][0]
 
 
 def test_what_is_dropped_gives_its_samples_back(case: Callable[[str], dict[str, Any]]) -> None:
