@@ -41,7 +41,7 @@ class Pushes:
         self._parameters = parameters
         self._push = push
         self._replica = replica
-        self._may_be_early, self._announced = early, announced
+        self._announced = announced
         self._landing = Landing(shards)
         self._marks = [torch.ones(len(side.layout.slots), dtype=torch.uint8) for side in sides]
         self._ticket: int | None = None  # the one that is being computed
@@ -49,7 +49,7 @@ class Pushes:
         self.collector = GradientCollector(
             [parameters[name] for name in shards.names],
             [self._destination(name) for name in shards.names],
-            self._landed,
+            self._landed if early and any(side.arena is None for side in sides) else None,
         )
 
     def _destination(self, name: str) -> Destination:
@@ -110,7 +110,7 @@ class Pushes:
     def _landed(self, parameter: int) -> None:
         """A gradient is complete. The first one of a step starts the senders."""
         self._landing.landed(parameter)
-        if self._ticket is not None and not self._early and self._may_be_early:
+        if self._ticket is not None and not self._early:
             for number, side in enumerate(self._sides):
                 if side.arena is None:
                     self._early[number] = Job(partial(self._push_early, number, side, self._ticket))

@@ -4,19 +4,17 @@ A hook copies every gradient into this replica's flat buffer the moment backward
 still in the cache, and gives its memory back. A buffer always holds a valid contribution: what a parameter left
 there in an earlier step is zeroed when a step does not use that parameter.
 
-An operator of our own need not make a gradient that is then copied: it finds the *landing* of its weight, and has the
-product of two matrices computed right there.
+Of a linear layer the gradient need not even be copied: it is a product, computed where it goes (products.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
-_LANDINGS: Any = WeakTensorKeyDictionary()  # of the parameters that are being trained
+from paceline.owners import products
 
 
 class Destination(Protocol):
@@ -52,10 +50,6 @@ class Whole:
 
     def zero(self) -> None:
         self._view.zero_()
-
-    @property
-    def is_matrix(self) -> bool:
-        return self._view.dim() == 2
 
 
 class Nowhere:
@@ -96,16 +90,12 @@ class GradientCollector:
             for slot, parameter in enumerate(parameters)
             if parameter.requires_grad
         ]
-        self._make_landings()
-
-    def _make_landings(self) -> None:
-        """Not where complete gradients are waited for: an operator does not know whether it is the last to add."""
-        for slot, (parameter, destination) in enumerate(zip(self._parameters, self._destinations, strict=True)):
-            if self._landed is None and isinstance(destination, Whole) and destination.is_matrix:
-                _LANDINGS[parameter] = Landing(self, slot)
+        if landed is None:  # an operator does not know whether it is the last to add, which somebody waits for
+            for slot, parameter in enumerate(parameters):
+                products.lead(parameter, self, slot)
 
     def multiply(self, slot: int, one: torch.Tensor, other: torch.Tensor) -> bool:
-        """Have a gradient that is this product where it is to go; False if none is collected now."""
+        """Have a gradient that is this product where it goes; False if none is collected now."""
         destination = self._destinations[slot]
         if not self._collecting or not isinstance(destination, Whole):
             return False
@@ -131,6 +121,7 @@ class GradientCollector:
         """A step begins: whatever backward produces from now on belongs to it."""
         self._seen = [False] * len(self._parameters)
         self._collecting = True
+        products.begin(self)
 
     def last_pass(self, is_last: bool) -> None:
         """Whether the coming backward is the step's last one: then what lands is complete."""
@@ -151,6 +142,7 @@ class GradientCollector:
     def finish(self) -> list[bool]:
         """The step's backward is over: settle the parameters it did not use. Which ones it did."""
         self._collecting = False
+        products.end(self)
         for slot, parameter in enumerate(self._parameters):
             if parameter.grad is not None:  # was frozen when training began, and has no hook
                 self._collect(slot, parameter)
@@ -160,26 +152,8 @@ class GradientCollector:
         return self._seen
 
     def close(self) -> None:
+        products.end(self)
         for handle in self._handles:
             handle.remove()
         for parameter in self._parameters:
-            _LANDINGS.pop(parameter, None)
-
-
-class Landing:
-    """Where the gradient of one weight goes."""
-
-    def __init__(self, collector: GradientCollector, slot: int) -> None:
-        self._collector = collector
-        self._slot = slot
-
-    def multiply(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        return self._collector.multiply(self._slot, one, other)
-
-
-def landing_of(weight: torch.Tensor) -> Landing | None:
-    """If the gradient of `weight` may be computed where it goes: nobody else wants to see it on its way."""
-    if weight._backward_hooks or torch.is_autocast_enabled(weight.device.type) or not torch.is_grad_enabled():
-        return None
-    landing: Landing | None = _LANDINGS.get(weight)
-    return landing
+            products.forget(parameter)

@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
-from paceline.owners.gradients import Landing, landing_of
 from paceline.split.collectives import bounds, copied, gathered, reduced, sliced
 from paceline.split.peers import Group
 
@@ -36,41 +34,15 @@ def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, shape: Sequence[int], groups: Sequence[Group]
 ) -> torch.Tensor:
     """x @ weight of which the input dim is in parts: every device has a summand; the bias is added once."""
-    landing = landing_of(weight) if weight.shape == tuple(shape) else None
+    # As it is, if that will do: the gradient of a parameter may be computed where it goes, that of a view may not.
+    weight = weight if weight.shape == tuple(shape) else weight.reshape(tuple(shape))
     bias = bias.reshape(-1) if bias is not None else None
-    found: torch.Tensor
-    if landing is not None:
-        found = _Linear.apply(x, weight, landing)  # type: ignore[no-untyped-call]
-    elif not groups:
-        return F.linear(x, weight.reshape(tuple(shape)), bias)
-    else:
-        found = F.linear(x, weight.reshape(tuple(shape)))
+    if not groups:
+        return F.linear(x, weight, bias)
+    found = F.linear(x, weight)
     for group in groups:
         found = reduced(found, group)
     return found if bias is None else found + bias
-
-
-class _Linear(torch.autograd.Function):
-    """The gradient of the weight, which is as large as the weight itself, is written once, where it is to go."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, landing: Landing) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.landing = landing
-        return F.linear(x, weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        wants_x, wants_weight, _ = ctx.needs_input_grad
-        dx = dy @ weight if wants_x else None
-        dw = None
-        if wants_weight:
-            one, other = dy.reshape(-1, dy.size(-1)).t(), x.reshape(-1, x.size(-1))
-            if not ctx.landing.multiply(one, other):
-                dw = one @ other
-        return dx, dw, None
 
 
 def convolve(
