@@ -188,6 +188,12 @@ class Chief:
                 self._too_late(ticket)
         return self._answer(replica, chapter, stop_epoch, now)
 
+    def give_back(self, replica: int) -> None:
+        """It does something else before it goes on: others may need the samples that it has."""
+        held = self._held(replica)
+        if held is not None:
+            self._return(held)
+
     def _must_be_member(self, replica: int) -> None:
         if replica not in self.members:
             # A ticket that it got now would never return.

@@ -82,6 +82,8 @@ class Client:
             side.connection.introduce = self._introducer(number)
         self.chief = replica == 0
         self.step = 0  # closed so far, as far as this replica knows
+        self._asked: p.Ask | None = None
+        self._next: p.Ticket | None = None  # what has come with the last report
         self._moving = threading.Lock()
         self._pulls = Pulls(
             self._sides,
@@ -259,7 +261,8 @@ class Client:
     def ask(
         self, *, chapter: int, length: int, batch_size: int, left_out: int, stop_epoch: int, at_once: bool = False
     ) -> p.Ticket | p.Ended | p.Waiting:
-        """Work in a chapter; waits for it, unless it has to be `at_once`."""
+        """Work in a chapter; waits for it, unless it has to be `at_once`. What comes after it is asked for with the
+        report on it."""
         request = p.Ask(
             container=self.container,
             replica=self.replica,
@@ -271,6 +274,10 @@ class Client:
             stop_epoch=stop_epoch,
             at_once=at_once,
         )
+        coming, self._next = self._next, None
+        if coming is not None and request == self._asked:
+            return coming
+        self._asked = None if at_once else request
         if at_once:
             kinds = (p.Ticket, p.Ended, p.Waiting)
             answer: p.Ticket | p.Ended | p.Waiting = self._to_chief.call(request, kinds, read=self._take_buffers)
@@ -293,16 +300,27 @@ class Client:
             pulled=self._pulls.version,
             loss=loss,
             options=[plain_options(group) for group in self.options_from.param_groups],
+            ask=self._asked,
         )
         buffers = [bytes_of(buffer) for _, buffer in self._buffers]
-        answer: p.Settled | p.Ticket = self._to_chief.wait(request, (p.Settled, p.Ticket), body=lambda: buffers)
+        answer: p.Settled | p.Ticket = self._to_chief.wait(
+            request, (p.Settled, p.Ticket), body=lambda: buffers, read=self._take_buffers
+        )
         if isinstance(answer, p.Settled):
-            self.step, self.chief = answer.step, answer.chief
+            self.step, self.chief, self._next = answer.step, answer.chief, answer.next
             self._pushing.settle(accepted=answer.accepted is not None)
         return answer
 
+    def give_back(self, timeout_s: float | None = None) -> None:
+        """Something else is done before the ticket that has come with the last report: others may need its samples."""
+        if self._next is not None:
+            self._next = None
+            request = p.GiveBack(container=self.container, replica=self.replica, incarnation=self.incarnation)
+            self._to_chief.call(request, p.Done, timeout_s=timeout_s)
+
     def task(self, name: str, length: int, work: Callable[[range], list[float]]) -> list[float]:
         """Do parts of a task until it is done, by whomever; its result."""
+        self.give_back()
         mine = {"container": self.container, "replica": self.replica, "incarnation": self.incarnation, "name": name}
         while True:
             answer = self._to_chief.wait(p.Task(**mine, length=length), (p.Part, p.Result))  # type: ignore[arg-type]
@@ -322,6 +340,7 @@ class Client:
         self.task(name, 1, work)
 
     def set_rule(self, rule: Any) -> None:
+        self.give_back()  # it was for a step under the rule before
         self._to_chief.call(p.SetRule(container=self.container, rule=rule), p.Done)
 
     def accepting(self) -> int:
@@ -373,6 +392,7 @@ class Client:
             side.connection.give_up()
 
     def close(self) -> None:
+        self._next = None  # whoever is gone has nothing any more
         self._pushing.close()
         self.rows.close()
         for side in self._sides:

@@ -280,7 +280,8 @@ class Container:
             for number in range(first, len(self.layout.chunks), HANDS):
                 self._update_chunk(number, self._hands[first], close, touched, scale)
 
-        if len(close.accepted) == 1:  # the others are computing, and need the cores
+        # After the gradient of one alone, the others are computing and need the cores.
+        if len(close.accepted) == 1 or len(self.layout.chunks) < HANDS:
             for first in range(HANDS):
                 update(first)
         else:

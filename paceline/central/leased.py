@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +160,9 @@ class Leased:
             self._ended(answer)
         finally:
             ahead.close()
+            if self._engine.client is not None:
+                with suppress(PacelineError):  # there may be an error on its way, and this would not be its cause
+                    self._engine.client.give_back(timeout_s=5.0)
 
     def _next(self, ledger: Ledger, stop_epoch: int, ahead: Ahead) -> Given | Ended:
         answer = self._engine.ask(self._itinerary.chapter, ledger, stop_epoch)

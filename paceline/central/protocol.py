@@ -141,6 +141,15 @@ class Report(Message, frozen=True, kw_only=True):
     pulled: int
     loss: float
     options: list[dict[str, Option]]
+    ask: Ask | None = None  # for what comes next, if it is there when this is settled
+
+
+class GiveBack(Message, frozen=True, kw_only=True):
+    """A replica will not compute the ticket that it has."""
+
+    container: str
+    replica: int
+    incarnation: int
 
 
 class Task(Message, frozen=True, kw_only=True):
@@ -314,6 +323,7 @@ Request = (
     | Report
     | Task
     | TaskDone
+    | GiveBack
     | Leave
     | Stop
     | SetRule
@@ -391,7 +401,8 @@ class Ended(Message, frozen=True, kw_only=True):
 
 
 class Settled(Message, frozen=True, kw_only=True):
-    """What became of a ticket. `accepted` is the step that took it; None: it was late."""
+    """What became of a ticket. `accepted` is the step that took it; None: it was late. With a `next` one, the reply's
+    body: the model's buffers."""
 
     accepted: int | None
     step: int  # closed so far
@@ -400,6 +411,7 @@ class Settled(Message, frozen=True, kw_only=True):
     replicas: int  # members now
     chief: bool  # whether this replica speaks for the others
     seen: int  # samples counted so far
+    next: Ticket | None = None
 
 
 class Part(Message, frozen=True, kw_only=True):

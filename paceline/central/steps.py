@@ -38,6 +38,7 @@ from paceline.central.protocol import (
     Drop,
     Ended,
     Freeze,
+    GiveBack,
     Measured,
     Message,
     Part,
@@ -229,23 +230,33 @@ class Steps:
     def ask(self, request: Ask) -> Ticket | Ended | Waiting:
         give_up = time.monotonic() + (0.0 if request.at_once else ANSWER_WITHIN_S)
         with self._changed:
-            check_ask(request)
-            self._check(request.replica, request.incarnation)
-            self.chief.begin(request.chapter, request.length, request.batch_size, request.left_out)
-            self._chapters[request.chapter] = (request.length, request.batch_size, request.left_out)
             while True:
                 self._check(request.replica, request.incarnation)
                 if self._behind and self._changed.wait(give_up - time.monotonic()):
                     continue
                 if self._behind:
                     return Waiting(why="another server, which was started again")
-                answer = self.chief.ask(request.replica, request.chapter, request.stop_epoch, time.monotonic())
+                answer = self._work_for(request)
                 if isinstance(answer, Work):
                     return self._ticket(answer)
                 if isinstance(answer, End) and not self._busy:
                     return Ended(step=self.chief.step, stop=answer.stop, loss=self.chief.last.loss)
                 if not self._changed.wait(give_up - time.monotonic()):
                     return Waiting(why=answer.why if isinstance(answer, Wait) else "the servers to update")
+
+    def _work_for(self, request: Ask) -> Work | Wait | End:
+        check_ask(request)
+        self.chief.begin(request.chapter, request.length, request.batch_size, request.left_out)
+        self._chapters[request.chapter] = (request.length, request.batch_size, request.left_out)
+        return self.chief.ask(request.replica, request.chapter, request.stop_epoch, time.monotonic())
+
+    def give_back(self, request: GiveBack) -> Done:
+        with self._changed:
+            self._check(request.replica, request.incarnation)
+            self.chief.give_back(request.replica)
+            self._changed.notify_all()
+        self._close_steps()
+        return Done()
 
     def buffers_now(self) -> list[memoryview]:
         """The buffers, all as they were after one step: another may be made while they are sent."""
@@ -283,14 +294,15 @@ class Steps:
                     return Waiting(why="another server, which was started again")
                 outcome = self.chief.outcome(replica, request.ticket)
                 if outcome is not None:
-                    return self._settled(replica, outcome)
+                    return self._settled(replica, outcome, request.ask)
                 more = self.chief.more(replica, time.monotonic())
                 if more is not None:
                     return self._ticket(more)
                 if not self._changed.wait(give_up - time.monotonic()):
                     return Waiting(why=self.chief.waits(replica))
 
-    def _settled(self, replica: int, outcome: Outcome) -> Settled:
+    def _settled(self, replica: int, outcome: Outcome, ask: Ask | None) -> Settled:
+        coming = self._work_for(ask) if ask is not None and ask.replica == replica else None
         return Settled(
             accepted=outcome.step,
             step=self.chief.step,
@@ -299,6 +311,7 @@ class Steps:
             replicas=len(self.chief.members),
             chief=replica == min(self.chief.members),
             seen=self._seen,
+            next=self._ticket(coming) if isinstance(coming, Work) else None,
         )
 
     # ── closing ──────────────────────────────────────────────────────────────────────────────────────────

@@ -97,8 +97,12 @@ class Visitor:
                 waiting = isinstance(reply, p.Waiting)
                 return Answer(reply, () if waiting else server.steps(request.container).buffers_now())
             case p.Report():
-                buffers = self._channel.read_whole_body(SMALL_BODY_BYTES)
-                return Answer(server.steps(request.container).report(request, bytes(buffers)))
+                steps, buffers = server.steps(request.container), self._channel.read_whole_body(SMALL_BODY_BYTES)
+                settled = steps.report(request, bytes(buffers))
+                goes_on = isinstance(settled, p.Settled) and settled.next is not None
+                return Answer(settled, steps.buffers_now() if goes_on else ())
+            case p.GiveBack():
+                return Answer(server.steps(request.container).give_back(request))
             case p.Push():
                 self._push(request)
                 return Answer(p.Done())

@@ -13,12 +13,12 @@ The two sides meet in `PACELINE_PLACE`, `PACELINE_PARENT`, and the descriptor of
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import ctypes
 import faulthandler
 import io
 import os
-import runpy
 import signal
 import struct
 import subprocess
@@ -26,7 +26,9 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 
 import msgspec
 
@@ -45,6 +47,7 @@ _PR_SET_PDEATHSIG = 1
 _CHUNK_BYTES = 1 << 16
 _TAIL_BYTES = 4096
 _GROUP = struct.Struct("=q")
+_OURS = (__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")  # frames not shown
 
 
 # ── outside: the supervisor's hand on a replica ──────────────────────────────────────────────────────────────
@@ -207,7 +210,7 @@ def main() -> None:
     if not getattr(sys.flags, "safe_path", False):  # Python 3.10 has no such flag
         sys.path[0] = os.path.dirname(os.path.realpath(script))
     try:
-        runpy.run_path(script, run_name="__main__")
+        _run_as_main(script)
     except SystemExit:
         raise
     except BaseException as error:
@@ -215,6 +218,16 @@ def main() -> None:
         # Threads and exit handlers of a script that has failed may hang, and everybody else would wait.
         faulthandler.dump_traceback_later(LONGEST_EXIT_S, exit=True, file=log)
         sys.exit(1)
+
+
+def _run_as_main(script: str) -> None:
+    """As `python` does it: `__file__` is an absolute path, `sys.argv[0]` what was typed (`runpy` makes them one)."""
+    loader = SourceFileLoader("__main__", os.path.abspath(script))
+    code = loader.source_to_code(loader.get_data(loader.path), loader.path)
+    module = ModuleType("__main__")
+    vars(module).update(__file__=loader.path, __loader__=loader, __builtins__=builtins)
+    sys.modules["__main__"] = module
+    exec(code, vars(module))
 
 
 def die_with_parent() -> None:
@@ -248,7 +261,7 @@ def _prepare(place: Place, log: io.TextIOBase) -> None:
 def _report(error: BaseException, place: Place, log: io.TextIOBase) -> None:
     failed_at = time.time()
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+    while trace is not None and trace.tb_frame.f_code.co_filename in _OURS:
         trace = trace.tb_next
     failure = Failure(
         time=failed_at,

@@ -172,6 +172,22 @@ def changing_rules() -> dict[str, Any]:
     return told(trainer, losses=losses, loss=mean)
 
 
+def elsewhere(how: str) -> Callable[[], dict[str, Any]]:
+    """After a few steps one replica does something else, and the others need what it would have computed next."""
+
+    def case() -> dict[str, Any]:
+        trainer = new_regression(Async())
+        for number, batch in enumerate(trainer.batches((X, Y), 8)):
+            trainer.step(batch)
+            if trainer.replica == 0 and number == 2 and how == "breaks":
+                break
+            if trainer.replica == 0 and number == 2 and how == "evaluates":
+                trainer.evaluate((X, Y), lambda model, batch: regression(model, batch).item())
+        return told(trainer)
+
+    return case
+
+
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "converges": converges,
     "2 equal replicas": equal_replicas(2),
@@ -183,6 +199,8 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "compensate": summed(Async(stale=f"compensate:{0.01 / 4}")),
     "compensate strongly": summed(Async(stale="compensate:1000")),
     "stale-lr": summed(Async(lr=0.25)),
+    "one breaks": elsewhere("breaks"),
+    "one evaluates": elsewhere("evaluates"),
     "bounded": bounded,
     "changing rules": changing_rules,
 }

@@ -113,6 +113,11 @@ def test_nobody_runs_further_ahead_than_the_bound(run: Run, case: Callable[[str]
     assert case("bounded")["ledger"] == "epoch 0: 240 samples, each once"
 
 
+@pytest.mark.parametrize("name", ["one breaks", "one evaluates"])
+def test_what_one_has_been_given_does_not_keep_the_others_waiting(name: str, run: Run) -> None:
+    assert run.told(name, 1)["ledger"] == "epoch 0: 240 samples, each once"
+
+
 def test_the_rule_may_change_in_the_middle(case: Callable[[str], dict[str, Any]]) -> None:
     told = case("changing rules")
     assert told["ledger"] == "epochs 0 to 2: 240 samples, each once"

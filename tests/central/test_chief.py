@@ -186,6 +186,12 @@ class Fleet:
             process.work = process.reported = None
             process.place += 1
 
+    def give_back(self, process: Process) -> None:
+        """The script does something else first."""
+        if process.alive and process.work is not None:
+            self.chief.give_back(process.replica)
+            process.work = None
+
     # ── deaths ───────────────────────────────────────────────────────────────────────────────────────────
 
     def die(self, process: Process) -> None:
@@ -314,6 +320,8 @@ class Fleet:
             self.start_again(process)
         elif kind == "break":
             self.break_out(process)
+        elif kind == "give back":
+            self.give_back(process)
         elif kind == "begin":
             self.begin_close()
         elif kind == "end":
@@ -389,7 +397,7 @@ def test_every_sample_is_counted_once_and_everybody_gets_to_the_end(
     scripts(),
     st.integers(0, 5),
     st.integers(0, 2),
-    events("die", "die", "notice", "again", "save", "restart"),
+    events("die", "die", "notice", "again", "save", "restart", "give back"),
 )
 def test_deaths_and_returns_of_replicas_and_of_the_chief_lose_nothing(
     rule: Rule, replicas: int, script: list[Place], warmup_steps: int, warmup_epochs: int, chosen: list[tuple[str, int]]
@@ -404,7 +412,7 @@ def test_deaths_and_returns_of_replicas_and_of_the_chief_lose_nothing(
     st.integers(1, 5),
     scripts(),
     st.integers(0, 3),
-    events("die", "notice", "again", "rule", "rule"),
+    events("die", "notice", "again", "rule", "rule", "give back"),
 )
 def test_the_rule_may_change_at_any_time(
     chosen_rules: list[Rule], replicas: int, script: list[Place], warmup_steps: int, chosen: list[tuple[str, int]]
@@ -420,7 +428,11 @@ def test_the_rule_may_change_at_any_time(
 
 @quick
 @given(
-    rules, st.integers(1, 5), scripts(), st.integers(0, 3), events("die", "notice", "again", "break", "break", "break")
+    rules,
+    st.integers(1, 5),
+    scripts(),
+    st.integers(0, 3),
+    events("die", "notice", "again", "break", "break", "give back"),
 )
 def test_replicas_that_leave_their_loop_early_hold_nobody_up(
     rule: Rule, replicas: int, script: list[Place], warmup_steps: int, chosen: list[tuple[str, int]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,9 @@ def test_servers_that_die_with_rows_under_way_change_nothing(start: Start, plain
     flags = "--replicas 2 --servers 2 --exchange tcp --durability log --max-restarts 100"
     killed = start(CASES, flags, "--kill").fine(150)
     assert killed.count("server started") == 4
-    assert killed.told("columns")["losses"] == pytest.approx(plain.told("columns")["losses"], rel=1e-4)
+    # A chief that follows one that has died does not know the tickets of that one: those steps are computed again.
+    losses = [loss for loss, _ in groupby(killed.told("columns")["losses"])]
+    assert losses == pytest.approx(plain.told("columns")["losses"], rel=1e-4)
     assert killed.told("columns")["used"] > 0
 
 
