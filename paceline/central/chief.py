@@ -65,6 +65,7 @@ class Chief:
         self._next_ticket = first_ticket
         self._open: OpenStep | None = None
         self._reported: deque[Ticket] = deque()  # async: in order of arrival
+        self._promised: dict[int, tuple[int, int, Runs]] = {}  # async, by replica: chapter, epoch, and samples to come
         self._closing: tuple[Close, list[Ticket]] | None = None
         self._places: dict[int, tuple[int, int]] = {}  # chapter and stop_epoch that each asked for last
         self._clocks: dict[int, int] = {}  # how many async tickets each replica has reported
@@ -95,6 +96,7 @@ class Chief:
         held = self._held(replica)
         if held is not None:
             self._return(held)
+        self._break_promise(replica)
         self._places.pop(replica, None)  # the next process in that place may be elsewhere
         self._pace.leave(replica)
         self.tasks.leave(replica)
@@ -227,12 +229,34 @@ class Chief:
             if ahead > rule.bound:
                 return Wait(f"replica {slowest}, which is {ahead} steps behind")
         own = self._chapters[chapter]
-        taken = own.book.take(own.batch_size, stop_epoch)
+        taken = self._as_promised(replica, chapter, stop_epoch) or own.book.take(own.batch_size, stop_epoch)
+        if taken is None:  # then nobody has to wait for what is only promised
+            for other in list(self._promised):
+                self._break_promise(other)
+            taken = own.book.take(own.batch_size, stop_epoch)
         if taken is None:
             return Wait("samples that other replicas have not finished")
         epoch, runs = taken
-        ticket = self._hand_out(replica, chapter, epoch, runs, part=0, exact=False, now=now)
+        following = own.book.take(own.batch_size, stop_epoch)
+        if following is not None:
+            self._promised[replica] = (chapter, *following)
+        ticket = self._hand_out(replica, chapter, epoch, runs, part=0, exact=False, now=now, following=following)
         return ticket.work
+
+    def _as_promised(self, replica: int, chapter: int, stop_epoch: int) -> tuple[int, Runs] | None:
+        """What this replica was told that it would get: it has loaded that meanwhile."""
+        promised = self._promised.get(replica)
+        if promised is None or promised[0] != chapter or promised[1] >= stop_epoch:
+            self._break_promise(replica)
+            return None
+        del self._promised[replica]
+        return promised[1:]
+
+    def _break_promise(self, replica: int) -> None:
+        promised = self._promised.pop(replica, None)
+        if promised is not None:
+            chapter, epoch, runs = promised
+            self._chapters[chapter].book.give_back(epoch, runs)
 
     def _ask_sync(self, rule: Sync, replica: int, chapter: int, stop_epoch: int, now: float) -> Work | Wait | End:
         if self._closing is not None:
@@ -326,9 +350,18 @@ class Chief:
         return min(wanted, len(self.members)) if isinstance(wanted, int) else len(self.members)
 
     def _hand_out(
-        self, replica: int, chapter: int, epoch: int, runs: Runs, part: int, *, exact: bool, now: float
+        self,
+        replica: int,
+        chapter: int,
+        epoch: int,
+        runs: Runs,
+        part: int,
+        *,
+        exact: bool,
+        now: float,
+        following: tuple[int, Runs] | None = None,
     ) -> Ticket:
-        work = Work(self._next_ticket, self.step, epoch, runs, part, exact)
+        work = Work(self._next_ticket, self.step, epoch, runs, part, exact, following)
         self._next_ticket += 1
         ticket = Ticket(work, replica, chapter, now, isinstance(self.rule, Sync))
         self._tickets[work.ticket] = ticket
@@ -486,6 +519,8 @@ class Chief:
         self._clocks.clear()  # a bound is on what comes now
         if not changed:
             return
+        for replica in list(self._promised):
+            self._break_promise(replica)
         step = self._open
         if step is not None:
             self._dissolve(step)

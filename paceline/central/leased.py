@@ -198,7 +198,10 @@ class Leased:
         return ticket.epoch, tuple(run for piece in cut(runs, self._passes.accumulate) for run in piece)
 
     def _guess(self, ticket: Ticket, ledger: Ledger) -> list[tuple[int, tuple[range, ...]]]:
-        """What the next ticket most likely is: in a sync run the same part of the next batch."""
+        """What the next ticket most likely is: as the chief says, or in a sync run the same part of the next batch."""
+        if ticket.following is not None:
+            epoch, runs = ticket.following
+            return [self._request(msgspec.structs.replace(ticket, epoch=epoch, runs=runs))]
         if not ticket.exact or len(ticket.runs) != 1 or ledger.length is None:
             return []
         start, stop = (edge + ledger.batch_size for edge in ticket.runs[0])

@@ -384,6 +384,7 @@ class Ticket(Message, frozen=True, kw_only=True):
     exact: bool
     sync: bool  # the rule under which it was handed out
     needed: int = 1  # how many tickets close the step
+    following: tuple[int, list[Run]] | None = None  # epoch and samples that most likely come next
 
 
 class Waiting(Message, frozen=True, kw_only=True):

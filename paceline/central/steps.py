@@ -264,6 +264,7 @@ class Steps:
             return [memoryview(bytes(packed)) for packed in self.buffers.packed()]
 
     def _ticket(self, work: Work) -> Ticket:
+        following = work.following
         return Ticket(
             ticket=work.ticket,
             step=work.step,
@@ -273,6 +274,7 @@ class Steps:
             exact=work.exact,
             sync=not isinstance(self.chief.rule, Async),
             needed=self.chief.accepting,
+            following=None if following is None else (following[0], [(run.start, run.stop) for run in following[1]]),
         )
 
     def report(self, request: Report, buffers: bytes) -> Settled | Ticket | Waiting:

@@ -49,6 +49,7 @@ class Work:
     runs: Runs
     part: int  # which part of the step's batch this is
     exact: bool  # the step waits for this very ticket; else it may turn out to be late or stale
+    following: tuple[int, Runs] | None = None  # epoch and samples that this replica will most likely get next
 
 
 @dataclass(frozen=True)

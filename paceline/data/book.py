@@ -129,10 +129,11 @@ class Book:
     # ── as plain data ────────────────────────────────────────────────────────────────────────────────────
 
     def state(self) -> dict[str, Any]:
+        counted = [epoch for epoch, runs in self._counted.items() if runs]
         return {
             "length": self.length,
             "used": self._used,
-            "began": self._began,
+            "began": max(self._finished, *(epoch + 1 for epoch in counted), 0),
             "finished": self._finished,
             "counted": self.rows(),
         }

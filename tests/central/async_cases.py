@@ -172,6 +172,38 @@ def changing_rules() -> dict[str, Any]:
     return told(trainer, losses=losses, loss=mean)
 
 
+class Slow(torch.utils.data.Dataset[Any]):
+    """Takes its time, and knows when it gave which sample."""
+
+    def __init__(self) -> None:
+        self.given: dict[int, float] = {}
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.0005)
+        self.given[index] = time.monotonic()
+        return X[index], Y[index], index
+
+
+def ahead() -> dict[str, Any]:
+    """How many batches of a slow dataset were there when the one before had been computed."""
+    data = Slow()
+
+    def slow(model: nn.Module, batch: Any) -> torch.Tensor:
+        time.sleep(0.02)
+        return regression(model, batch[:2])
+
+    trainer = new_regression(Async(), slow)
+    ahead, steps, ended = 0, 0, 0.0
+    for batch in trainer.batches(data, 6):
+        ahead += all(data.given[index] < ended for index in batch[2].tolist())
+        trainer.step(batch)
+        steps, ended = steps + 1, time.monotonic()
+    return told(trainer, ahead=ahead, own_steps=steps)
+
+
 def elsewhere(how: str) -> Callable[[], dict[str, Any]]:
     """After a few steps one replica does something else, and the others need what it would have computed next."""
 
@@ -199,6 +231,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "compensate": summed(Async(stale=f"compensate:{0.01 / 4}")),
     "compensate strongly": summed(Async(stale="compensate:1000")),
     "stale-lr": summed(Async(lr=0.25)),
+    "ahead": ahead,
     "one breaks": elsewhere("breaks"),
     "one evaluates": elsewhere("evaluates"),
     "bounded": bounded,

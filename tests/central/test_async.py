@@ -113,6 +113,12 @@ def test_nobody_runs_further_ahead_than_the_bound(run: Run, case: Callable[[str]
     assert case("bounded")["ledger"] == "epoch 0: 240 samples, each once"
 
 
+def test_batches_are_loaded_while_others_are_computed(case: Callable[[str], dict[str, Any]]) -> None:
+    told = case("ahead")
+    assert told["ledger"] == "epoch 0: 240 samples, each once"
+    assert told["ahead"] >= told["own_steps"] - 3, "the first, and where others were quicker at the end"
+
+
 @pytest.mark.parametrize("name", ["one breaks", "one evaluates"])
 def test_what_one_has_been_given_does_not_keep_the_others_waiting(name: str, run: Run) -> None:
     assert run.told(name, 1)["ledger"] == "epoch 0: 240 samples, each once"

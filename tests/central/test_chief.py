@@ -681,6 +681,41 @@ def test_a_bound_is_on_the_living() -> None:
     assert tickets(chief, 2)
 
 
+def close_one(chief: Chief, work: Work, replica: int) -> None:
+    chief.report(replica, work.ticket, chief.step, 0.5, 1.0)
+    close = chief.next_close()
+    assert close is not None
+    chief.closed(close)
+
+
+def test_an_async_replica_gets_the_samples_that_it_was_told_to_load() -> None:
+    chief = begun(Async(), 2, 10, 1)
+    first, other = tickets(chief, 0, 1)
+    assert first.following == (0, (range(1, 2),))
+    assert other.following == (0, (range(3, 4),))
+    close_one(chief, first, 0)
+    assert chief.ask(0, 0, 1, 1.0).runs == (range(1, 2),)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("how", ["it is slow", "it has left", "it is elsewhere", "the rule has changed"])
+def test_nobody_waits_for_what_is_only_promised_to_another(how: str) -> None:
+    chief = begun(Async(), 2, 3, 1)
+    first, other = tickets(chief, 0, 1)
+    assert (first.following, other.following) == ((0, (range(1, 2),)), None)
+    if how == "it has left":
+        chief.leave(0)
+    elif how == "it is elsewhere":
+        chief.begin(1, 3, 1, 0)
+        chief.ask(0, 1, 1, 1.0)
+    elif how == "the rule has changed":
+        chief.set_rule(Sync())
+        assert chief.book(0).free(0) == 1
+        return
+    close_one(chief, other, 1)
+    expected = {"it has left": range(1), "it is elsewhere": range(1)}.get(how, range(1, 2))
+    assert chief.ask(1, 0, 1, 1.0).runs == (expected,)  # type: ignore[union-attr]
+
+
 def test_what_is_too_stale_is_dropped_and_comes_again() -> None:
     chief = begun(Async(stale="drop:1"), 4, 4, 1)
     works = tickets(chief, 0, 1, 2)
@@ -693,7 +728,7 @@ def test_what_is_too_stale_is_dropped_and_comes_again() -> None:
     assert chief.next_close() is None
     assert chief.outcome(2, works[2].ticket) == Outcome(None, 0.5, 1)
     assert (chief.dropped, chief.staleness) == (1, {0: 1, 1: 1, 2: 1})
-    assert [work.runs for work in tickets(chief, 3)] == [(range(2, 3),)]
+    assert [work.runs for work in tickets(chief, 3)] == [works[2].runs]
 
 
 def test_a_replica_has_one_gradient_at_a_time() -> None:
