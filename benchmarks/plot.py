@@ -62,9 +62,11 @@ def draw_curves(plot: Plot, path: Path, title: str) -> None:
     """Write the picture of a benchmark's own plot."""
     figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
     for number, curve in enumerate(plot.curves):
-        colour, marker = _LINES[number % len(_LINES)]
+        again, kind = divmod(number, len(_LINES))
+        colour, marker = _LINES[kind]
+        style = ":" if again else "-"
         x, y = zip(*curve.points, strict=True)
-        axes.plot(x, y, color=colour, marker=marker, markersize=4, linewidth=1.4, label=curve.name)
+        axes.plot(x, y, style, color=colour, marker=marker, markersize=4, linewidth=1.4, label=curve.name)
     if plot.log:
         axes.set_xscale("log")
         axes.set_yscale("log")

@@ -24,16 +24,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline import checkpoint, training_state
+from paceline.course import Training
 from paceline.data import Ahead, Feed, Lease, Ledger
 from paceline.errors import PacelineError
 from paceline.itinerary import Itinerary, with_one_more_step
-from paceline.launch.place import Place
 from paceline.owners.engine import Closed, Computed, Share
 from paceline.owners.opening import open_engine
-from paceline.passes import Measure, MicroBatches, Passes, empty_like, mixed
+from paceline.passes import Measure, MicroBatches, empty_like, mixed
 from paceline.split.cut import capture
 from paceline.split.layout.show import tell_dims
-from paceline.verify.recorder import Recorder
+from paceline.verify.recorder import open_recorder
 
 INTERRUPTED = 130
 
@@ -53,25 +53,12 @@ class _Drawn:
 class Lockstep:
     """How one replica, and all others with it, goes through the data."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        scheduler: LRScheduler | None,
-        clip_norm: float | None,
-        passes: Passes,
-        place: Place,
-    ) -> None:
-        self._model = model
-        self._optimizer = optimizer
-        self._scheduler = scheduler
-        self._clip_norm = clip_norm
-        self._passes = passes
-        self._place = place
-        self._engine = open_engine(model, optimizer, place)
+    def __init__(self, training: Training) -> None:
+        self._model, self._optimizer, self._scheduler = training.model, training.optimizer, training.scheduler
+        self._clip_norm, self._passes, self._place = training.clip_norm, training.passes, training.place
+        self._engine = open_engine(self._model, self._optimizer, self._place)
         self._engine.notes_for_joining = self._notes_for_joining
-        recording = place.recording
-        self._recorder = Recorder(recording, self._engine, model) if recording is not None else None
+        self._recorder = open_recorder(self._place.recording, self._engine, self._model)
         self._prepared = False
         self._drawn: _Drawn | None = None
         self._itinerary = Itinerary()

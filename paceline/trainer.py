@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -20,7 +20,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from paceline.data import Feed, Ledger, open_feed
+from paceline.course import Course, Training
+from paceline.data import Ledger, open_feed
 from paceline.errors import DataError, PacelineError, StrategyError
 from paceline.launch.place import Place, find_place
 from paceline.lockstep import Lockstep
@@ -28,34 +29,6 @@ from paceline.passes import Measure, Metric, Passes
 from paceline.rules import Rule
 from paceline.split.cut import Loss
 from paceline.strategy import Centralized, Strategy, devices_of
-
-
-class Course(Protocol):
-    """How a replica goes through the data, together with the others."""
-
-    @property
-    def ledger(self) -> Ledger | None: ...
-
-    @property
-    def steps(self) -> int: ...
-
-    @property
-    def chief(self) -> bool: ...
-
-    def batches(self, feed: Feed, asked: Ledger, epochs: int, prefetch: int) -> Iterator[Any]: ...
-
-    def step(self, batch: Any) -> float: ...
-
-    def rest(self) -> None:
-        """Return when nothing is computed in the background."""
-
-    def evaluate(self, measure: Measure, length: int) -> Any: ...
-
-    def save(self, path: str | os.PathLike[str], keep: int) -> None: ...
-
-    def resume(self, path: str | os.PathLike[str], fall_back: bool) -> bool: ...
-
-    def close(self) -> None: ...
 
 
 class Trainer:
@@ -93,7 +66,7 @@ class Trainer:
         self.optimizer = optimizer
         self._place = msgspec.structs.replace(_settled(find_place(), strategy), dims=dict(dims or {}))
         passes = Passes(loss, accumulate, self._place.rank)
-        self._course = _open_course(model, optimizer, scheduler, clip_norm, passes, self._place)
+        self._course = _open_course(Training(model, optimizer, scheduler, clip_norm, passes, self._place))
 
     # ── what a user may ask ──────────────────────────────────────────────────────────────────────────────
 
@@ -257,25 +230,18 @@ class Trainer:
         self._course.close()
 
 
-def _open_course(
-    model: nn.Module,
-    optimizer: Optimizer,
-    scheduler: LRScheduler | None,
-    clip_norm: float | None,
-    passes: Passes,
-    place: Place,
-) -> Course:
-    if not isinstance(place.strategy, Centralized):
-        return Lockstep(model, optimizer, scheduler, clip_norm, passes, place)
+def _open_course(training: Training) -> Course:
+    strategy = training.place.strategy
+    if not isinstance(strategy, Centralized):
+        return Lockstep(training)
     from paceline.central.in_graph import InGraph
     from paceline.central.leased import Leased
 
-    if place.strategy.split is not None:
+    if strategy.split is not None:
         from paceline.central.cut_replica import CutLeased
 
-        return CutLeased(model, optimizer, scheduler, clip_norm, passes, place)
-    kind = InGraph if place.strategy.in_graph else Leased
-    return kind(model, optimizer, scheduler, clip_norm, passes, place)
+        return CutLeased(training)
+    return InGraph(training) if strategy.in_graph else Leased(training)
 
 
 def _settled(place: Place, strategy: Strategy | None) -> Place:

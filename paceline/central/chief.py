@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.central.pace import Pace
+from paceline.central.promises import Promises
 from paceline.central.tasks import Tasks
 from paceline.central.tickets import Accepted, Close, End, OpenStep, Outcome, Ticket, Wait, Work
 from paceline.data.book import Book, Runs, cut, merged
@@ -65,7 +66,7 @@ class Chief:
         self._next_ticket = first_ticket
         self._open: OpenStep | None = None
         self._reported: deque[Ticket] = deque()  # async: in order of arrival
-        self._promised: dict[int, tuple[int, int, Runs]] = {}  # async, by replica: chapter, epoch, and samples to come
+        self._promises = Promises(self.book)
         self._closing: tuple[Close, list[Ticket]] | None = None
         self._places: dict[int, tuple[int, int]] = {}  # chapter and stop_epoch that each asked for last
         self._clocks: dict[int, int] = {}  # how many async tickets each replica has reported
@@ -96,7 +97,7 @@ class Chief:
         held = self._held(replica)
         if held is not None:
             self._return(held)
-        self._break_promise(replica)
+        self._promises.break_off(replica)
         self._places.pop(replica, None)  # the next process in that place may be elsewhere
         self._pace.leave(replica)
         self.tasks.leave(replica)
@@ -229,34 +230,16 @@ class Chief:
             if ahead > rule.bound:
                 return Wait(f"replica {slowest}, which is {ahead} steps behind")
         own = self._chapters[chapter]
-        taken = self._as_promised(replica, chapter, stop_epoch) or own.book.take(own.batch_size, stop_epoch)
-        if taken is None:  # then nobody has to wait for what is only promised
-            for other in list(self._promised):
-                self._break_promise(other)
+        taken = self._promises.keep(replica, chapter, stop_epoch) or own.book.take(own.batch_size, stop_epoch)
+        if taken is None:
+            self._promises.break_all()
             taken = own.book.take(own.batch_size, stop_epoch)
         if taken is None:
             return Wait("samples that other replicas have not finished")
         epoch, runs = taken
-        following = own.book.take(own.batch_size, stop_epoch)
-        if following is not None:
-            self._promised[replica] = (chapter, *following)
+        following = self._promises.make(replica, chapter, own.batch_size, stop_epoch)
         ticket = self._hand_out(replica, chapter, epoch, runs, part=0, exact=False, now=now, following=following)
         return ticket.work
-
-    def _as_promised(self, replica: int, chapter: int, stop_epoch: int) -> tuple[int, Runs] | None:
-        """What this replica was told that it would get: it has loaded that meanwhile."""
-        promised = self._promised.get(replica)
-        if promised is None or promised[0] != chapter or promised[1] >= stop_epoch:
-            self._break_promise(replica)
-            return None
-        del self._promised[replica]
-        return promised[1:]
-
-    def _break_promise(self, replica: int) -> None:
-        promised = self._promised.pop(replica, None)
-        if promised is not None:
-            chapter, epoch, runs = promised
-            self._chapters[chapter].book.give_back(epoch, runs)
 
     def _ask_sync(self, rule: Sync, replica: int, chapter: int, stop_epoch: int, now: float) -> Work | Wait | End:
         if self._closing is not None:
@@ -519,8 +502,7 @@ class Chief:
         self._clocks.clear()  # a bound is on what comes now
         if not changed:
             return
-        for replica in list(self._promised):
-            self._break_promise(replica)
+        self._promises.break_all()
         step = self._open
         if step is not None:
             self._dissolve(step)
@@ -566,6 +548,7 @@ class Chief:
             int(number): _Chapter(saved["length"], saved["batch_size"], Book.load(saved))
             for number, saved in state["chapters"].items()
         }
+        self._promises = Promises(self.book)
         # What was done before this is still done.
         self.tasks.results |= {name: [_number(value) for value in values] for name, values in state["results"].items()}
         self._first_chapter = state.get("first_chapter", 0)

@@ -29,19 +29,16 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.central.client import Client
 from paceline.central.engine import CentralizedEngine
 from paceline.central.leased import NOT_YIELDED, Given, Held, Leased
 from paceline.central.protocol import Ended, Ticket
 from paceline.central.working import Worked, work_on
+from paceline.course import Training
 from paceline.data import Ahead, Ledger
 from paceline.errors import PacelineError, Stalled
 from paceline.exchange.board import Phase
-from paceline.launch.place import Place
 from paceline.owners.engine import Computed
 from paceline.owners.models import copied
 from paceline.passes import Measure, Passes
@@ -110,22 +107,14 @@ class InGraph(Leased):
 
     _engine: CentralizedEngine
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        scheduler: LRScheduler | None,
-        clip_norm: float | None,
-        passes: Passes,
-        place: Place,
-    ) -> None:
-        self._at_once = place.strategy.replicas
+    def __init__(self, training: Training) -> None:
+        self._at_once = training.place.strategy.replicas
         self._threads = max(1, torch.get_num_threads() // self._at_once)  # of torch, in each replica
         self._replicas: list[_Replica] = []
         self._changed = threading.Condition()  # guards all below, and the replicas' phases
         self._last: Worked | None = None  # the last that was accepted
         self._failure: BaseException | None = None
-        super().__init__(model, optimizer, scheduler, clip_norm, passes, place)
+        super().__init__(training)
 
     def _open_engine(self, clip_norm: float | None) -> CentralizedEngine:
         copies = [copied(self._model, self._optimizer, "--in-graph") for _ in range(1, self._at_once)]

@@ -21,24 +21,22 @@ from typing import Any
 
 import msgspec
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from paceline import checkpoint, training_state
 from paceline.central.books import books_of, notes_of
 from paceline.central.client import Client
 from paceline.central.engine import CentralizedEngine, LeasedEngine
 from paceline.central.protocol import Ended, Ticket
+from paceline.course import Training
 from paceline.data import Ahead, Feed, Ledger
 from paceline.data.book import cut
 from paceline.errors import DataError, PacelineError
 from paceline.itinerary import Itinerary
-from paceline.launch.place import Place
 from paceline.lockstep import INTERRUPTED, step_scheduler
 from paceline.owners.engine import Computed
 from paceline.passes import Measure, MicroBatches, Passes, mixed
 from paceline.rules import Rule
-from paceline.verify.recorder import Recorder
+from paceline.verify.recorder import open_recorder
 
 
 @dataclasses.dataclass
@@ -78,23 +76,11 @@ class Leased:
 
     _at_once = 1  # how many batches are computed at the same time
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        scheduler: LRScheduler | None,
-        clip_norm: float | None,
-        passes: Passes,
-        place: Place,
-    ) -> None:
-        self._model = model
-        self._optimizer = optimizer
-        self._scheduler = scheduler
-        self._passes = passes
-        self._place = place
-        self._engine = self._open_engine(clip_norm)
-        recording = place.recording
-        self._recorder = Recorder(recording, self._engine, model) if recording is not None else None
+    def __init__(self, training: Training) -> None:
+        self._model, self._optimizer, self._scheduler = training.model, training.optimizer, training.scheduler
+        self._passes, self._place = training.passes, training.place
+        self._engine = self._open_engine(training.clip_norm)
+        self._recorder = open_recorder(self._place.recording, self._engine, self._model)
         self._itinerary = Itinerary()
         self._scheduled = 0  # how many steps the scheduler has been told
         self._held: Given | None = None

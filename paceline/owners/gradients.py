@@ -90,9 +90,9 @@ class GradientCollector:
             for slot, parameter in enumerate(parameters)
             if parameter.requires_grad
         ]
-        if landed is None:  # an operator does not know whether it is the last to add, which somebody waits for
-            for slot, parameter in enumerate(parameters):
-                products.lead(parameter, self, slot)
+        # Not if somebody waits for complete gradients: an operator does not know whether it is the last to add.
+        numbered = enumerate(parameters) if landed is None else ()
+        self._leads = [parameter for slot, parameter in numbered if products.lead(parameter, self, slot)]
 
     def multiply(self, slot: int, one: torch.Tensor, other: torch.Tensor) -> bool:
         """Have a gradient that is this product where it goes; False if none is collected now."""
@@ -121,7 +121,8 @@ class GradientCollector:
         """A step begins: whatever backward produces from now on belongs to it."""
         self._seen = [False] * len(self._parameters)
         self._collecting = True
-        products.begin(self)
+        if self._leads:
+            products.begin(self)
 
     def last_pass(self, is_last: bool) -> None:
         """Whether the coming backward is the step's last one: then what lands is complete."""
@@ -155,5 +156,5 @@ class GradientCollector:
         products.end(self)
         for handle in self._handles:
             handle.remove()
-        for parameter in self._parameters:
+        for parameter in self._leads:
             products.forget(parameter)

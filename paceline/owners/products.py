@@ -52,10 +52,12 @@ class Place:
         return is_for_that and not torch.is_grad_enabled() and self.collector.multiply(self.slot, one, other)
 
 
-def lead(weight: torch.nn.Parameter, collector: Collector, slot: int) -> None:
-    """The gradient of `weight` may be computed where `collector` has it."""
-    if weight.dim() == 2 and weight.device.type == "cpu" and weight.numel() >= LEAST_ELEMENTS:
+def lead(weight: torch.nn.Parameter, collector: Collector, slot: int) -> bool:
+    """The gradient of `weight` may be computed where `collector` has it; False if that would not pay."""
+    pays = weight.dim() == 2 and weight.device.type == "cpu" and weight.numel() >= LEAST_ELEMENTS
+    if pays:
         _places[weight] = Place(collector, slot)
+    return pays
 
 
 def forget(weight: torch.nn.Parameter) -> None:

@@ -56,3 +56,8 @@ class Recorder:
         self._steps += 1
         if self._steps >= self._recording.steps:
             raise SystemExit(0)
+
+
+def open_recorder(recording: Recording | None, engine: Recorded, model: nn.Module) -> Recorder | None:
+    """If this run is to be recorded."""
+    return Recorder(recording, engine, model) if recording is not None else None
