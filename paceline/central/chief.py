@@ -476,10 +476,11 @@ class Chief:
     def _too_late(self, ticket: Ticket) -> None:
         self.late += 1
         self._tickets.pop(ticket.work.ticket, None)
-        if not ticket.pushed:
-            self._pace.is_late(ticket)
         self._give_back(ticket)
-        self._settle(ticket, None)
+        if ticket.pushed:
+            self._settle(ticket, None)
+        else:  # its holder may still have to hear what became of the one before
+            self._pace.is_late(ticket)
 
     def _settle(self, ticket: Ticket, step: int | None) -> None:
         self._outcomes[ticket.replica] = (ticket.work.ticket, Outcome(step, self.last.loss, self.last.samples))

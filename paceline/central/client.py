@@ -7,6 +7,7 @@ How parameters get to the model is told in `pulling`, how gradients get to the s
 from __future__ import annotations
 
 import threading
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -38,6 +39,9 @@ from paceline.owners.gradients import GradientCollector
 from paceline.owners.models import grouped_parameters, own_state
 
 __all__ = ["Client", "Servers"]
+
+
+STILL_GOOD_S = 0.05  # so long a ticket that has come with an answer is not asked for again
 
 
 class Client:
@@ -83,7 +87,8 @@ class Client:
         self.chief = replica == 0
         self.step = 0  # closed so far, as far as this replica knows
         self._asked: p.Ask | None = None
-        self._next: p.Ticket | None = None  # what has come with the last report
+        self._next: p.Ticket | None = None  # what has come with the answer to the last report
+        self._settled_at = 0.0  # when that was
         self._moving = threading.Lock()
         self._pulls = Pulls(
             self._sides,
@@ -275,7 +280,8 @@ class Client:
             at_once=at_once,
         )
         coming, self._next = self._next, None
-        if coming is not None and request == self._asked:
+        # After a pause it may be late already, or of a chief that has died since: then the chief is asked whether not.
+        if coming is not None and request == self._asked and time.monotonic() - self._settled_at < STILL_GOOD_S:
             return coming
         self._asked = None if at_once else request
         if at_once:
@@ -308,6 +314,7 @@ class Client:
         )
         if isinstance(answer, p.Settled):
             self.step, self.chief, self._next = answer.step, answer.chief, answer.next
+            self._settled_at = time.monotonic()
             self._pushing.settle(accepted=answer.accepted is not None)
         return answer
 

@@ -189,17 +189,17 @@ class Devices:
         """Forward and backward of the replica's samples; their mean loss."""
         self.prepare(lambda model: passes.loss(model, micro_batches[0]))
         assert self._collector is not None
-        self._collector.begin()
-        loss = passes.run(
-            self._model,
-            micro_batches,
-            sizes,
-            whole=sum(sizes),
-            number=number,
-            seed=seed,
-            around=self._around,
-            train=self.cut.train,
-        )
+        with self._collector.step():
+            loss = passes.run(
+                self._model,
+                micro_batches,
+                sizes,
+                whole=sum(sizes),
+                number=number,
+                seed=seed,
+                around=self._around,
+                train=self.cut.train,
+            )
         self._parts.mark(self._collector.finish(), self._inside.arena.touched[self._peers.rank])
         self._parts.publish_buffers()
         return float(self._of_speaker(torch.tensor([loss], dtype=torch.float64)))

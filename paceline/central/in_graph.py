@@ -128,6 +128,10 @@ class InGraph(Leased):
         atexit.register(self._end_threads)
         return engine
 
+    def _guess(self, ticket: Ticket, ledger: Ledger) -> list[tuple[int, tuple[range, ...]]]:
+        # In an async run not all replicas are seen at once: what others wait for would be dropped, and loaded twice.
+        return super()._guess(ticket, ledger) if ticket.sync else []
+
     # ── what can be asked ────────────────────────────────────────────────────────────────────────────────
 
     @property

@@ -93,6 +93,7 @@ class Pushes:
 
     def abandon(self) -> None:
         """The step will not be completed."""
+        self.collector.abandon()
         self._landing.give_up()
         for number, job in self._early.items():
             job.wait()

@@ -9,7 +9,8 @@ Of a linear layer the gradient need not even be copied: it is a product, compute
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -124,6 +125,21 @@ class GradientCollector:
         if self._leads:
             products.begin(self)
 
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around the forward and backward of a step; `finish` has to follow."""
+        self.begin()
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """The step will not be completed: what backward produces is nobody's."""
+        self._collecting = False
+        products.end(self)
+
     def last_pass(self, is_last: bool) -> None:
         """Whether the coming backward is the step's last one: then what lands is complete."""
         self._last_pass = is_last
@@ -142,8 +158,7 @@ class GradientCollector:
 
     def finish(self) -> list[bool]:
         """The step's backward is over: settle the parameters it did not use. Which ones it did."""
-        self._collecting = False
-        products.end(self)
+        self.abandon()
         for slot, parameter in enumerate(self._parameters):
             if parameter.grad is not None:  # was frozen when training began, and has no hook
                 self._collect(slot, parameter)
@@ -153,7 +168,7 @@ class GradientCollector:
         return self._seen
 
     def close(self) -> None:
-        products.end(self)
+        self.abandon()
         for handle in self._handles:
             handle.remove()
         for parameter in self._leads:

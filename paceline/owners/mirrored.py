@@ -192,10 +192,10 @@ class MirroredEngine:
             self._sums.begin(members)
             if self._courier is not None:
                 self._courier.begin(members)
-            self._collector.begin()
-            if self._tables is not None:
-                self._tables.begin()
-            computed = compute(self._share(members))
+            with self._collector.step():
+                if self._tables is not None:
+                    self._tables.begin()
+                computed = compute(self._share(members))
             used = self._collector.finish()
             if self._parts is not None:
                 self._parts.mark(used, self._arena.touched[me])

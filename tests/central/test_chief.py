@@ -555,7 +555,7 @@ def test_whoever_is_late_is_told_and_its_samples_come_first_in_the_next_step() -
     assert [(accepted.replica, accepted.runs) for accepted in close.accepted] == [(0, [(0, 5)]), (2, [(10, 15)])]
     chief.closed(close)
     reported(chief, (1, second))
-    assert chief.outcome(1, second.ticket) == Outcome(None, 0.0, 0)
+    assert chief.outcome(1, second.ticket) == Outcome(None, 0.5, 10)
     assert chief.outcome(2, spare.ticket) == Outcome(0, 0.5, 10)
     assert (chief.late, chief.next_close()) == (1, None)
     assert [work.runs for work in tickets(chief, 0, 1)] == [(range(5, 10),), (range(15, 20),)]
@@ -679,6 +679,26 @@ def test_a_bound_is_on_the_living() -> None:
     assert tickets(chief, 0)
     chief.join(2, 1)  # it does not begin two steps behind
     assert tickets(chief, 2)
+
+
+def test_what_became_of_a_ticket_is_not_forgotten_when_the_next_one_is_late() -> None:
+    """It came with the answer, and that was lost."""
+    chief = begun(Sync(2), 3, 100, 10)
+    first, second, _ = tickets(chief, 0, 1, 2)
+    reported(chief, (0, first), (1, second))
+    close = chief.next_close()
+    assert close is not None
+    chief.closed(close)
+    following = tickets(chief, 0, 1, 2)
+    reported(chief, (1, following[1]), (2, following[2]))
+    close = chief.next_close()
+    assert close is not None
+    chief.closed(close)
+    outcome, late = chief.outcome(0, first.ticket), chief.outcome(0, following[0].ticket)
+    assert outcome is not None
+    assert outcome.step == 0
+    assert late is not None
+    assert late.step is None
 
 
 def close_one(chief: Chief, work: Work, replica: int) -> None:

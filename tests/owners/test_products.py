@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from paceline.owners import products
@@ -106,6 +107,96 @@ def test_numbers_are_torchs_own_to_the_last_bit() -> None:
     collector.close()
     for found, wanted in zip([y.detach(), x.grad, *places], expected, strict=True):
         assert torch.equal(found, wanted)
+
+
+def test_what_comes_out_may_be_changed_in_place(counted: list[int]) -> None:
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = model(x)
+        y += 1.0
+        return F.relu(y, inplace=True).square().sum()
+
+    collected(nn.Linear(5, 5), loss, [torch.randn(2, 3, 5), torch.randn(3, 5)])
+    assert counted
+
+
+def test_it_is_called_as_torchs(counted: list[int]) -> None:
+    layer, wide = nn.Linear(5, 4), nn.Parameter(torch.randn(1, 4))
+    layer.register_parameter("wide", wide)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        named = F.linear(input=x, weight=layer.weight, bias=layer.bias)
+        return (named + F.linear(x, layer.weight, wide)).square().sum()
+
+    collected(layer, loss, [torch.randn(3, 5)])
+    assert counted
+
+
+def test_a_gradient_that_does_not_exist_is_not_zero() -> None:
+    class Ends(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, dy: torch.Tensor) -> None:
+            return None
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        assert isinstance(model, Twice)
+        ended: torch.Tensor = Ends.apply(model.second(x))  # type: ignore[no-untyped-call]
+        return ended.sum() + model.first(x).square().sum()  # type: ignore[no-any-return]
+
+    collected(Twice(), loss, [torch.randn(3, 5)])
+
+
+def test_anothers_linear_is_called_and_stays(monkeypatch: pytest.MonkeyPatch, counted: list[int]) -> None:
+    calls: list[int] = []
+    torchs = F.linear
+
+    def others(*given: Any, **named: Any) -> torch.Tensor:
+        calls.append(1)
+        return torchs(*given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "linear", others)
+        collected(Twice(), plain, [torch.randn(3, 5)])
+        assert len(calls) == 6
+        assert counted
+        assert F.linear is others  # type: ignore[comparison-overlap]
+
+
+def test_whoever_changes_operators_gets_gradients_of_the_changed_ones(counted: list[int]) -> None:
+    class Doubled(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = func(*args, **(kwargs or {}))
+            return 2 * found if func is torch._C._nn.linear else found
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with Doubled():
+            y = model(x)
+        return y.square().sum()  # type: ignore[no-any-return]
+
+    collected(Twice(), loss, [torch.randn(3, 5)])
+    assert not counted
+
+
+def test_after_a_step_that_failed_all_is_as_before() -> None:
+    layer = nn.Linear(3, 2)
+    place = torch.zeros(2, 3)
+    collector = GradientCollector(list(layer.parameters()), [Whole(place), Whole(torch.zeros(2))])
+    found: list[torch.Tensor] = []
+
+    def fail() -> None:
+        with collector.step():
+            found.append(layer(torch.ones(4, 3)).sum())
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    found[0].backward()
+    assert layer.weight.grad is not None
+    assert not place.any()
+    collector.close()
 
 
 def test_attention_lands_too(counted: list[int]) -> None:
