@@ -191,10 +191,10 @@ class Chief:
                 self._too_late(ticket)
         return self._answer(replica, chapter, stop_epoch, now)
 
-    def give_back(self, replica: int) -> None:
-        """It does something else before it goes on: others may need the samples that it has."""
+    def give_back(self, replica: int, number: int) -> None:
+        """It does something else before it computes that ticket: others may need the samples."""
         held = self._held(replica)
-        if held is not None:
+        if held is not None and held.work.ticket == number:
             self._return(held)
 
     def _must_be_member(self, replica: int) -> None:

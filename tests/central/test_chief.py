@@ -189,7 +189,8 @@ class Fleet:
     def give_back(self, process: Process) -> None:
         """The script does something else first."""
         if process.alive and process.work is not None:
-            self.chief.give_back(process.replica)
+            for number in (process.work.ticket, process.work.ticket - 1):  # as if the message came twice, and late
+                self.chief.give_back(process.replica, number)
             process.work = None
 
     # ── deaths ───────────────────────────────────────────────────────────────────────────────────────────
