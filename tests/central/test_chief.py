@@ -562,6 +562,20 @@ def test_whoever_is_late_is_told_and_its_samples_come_first_in_the_next_step() -
     assert [work.runs for work in tickets(chief, 0, 1)] == [(range(5, 10),), (range(15, 20),)]
 
 
+def test_in_whatever_order_replicas_ask_each_gets_its_usual_part() -> None:
+    chief = begun(Sync(), 3, 100, 30)
+    for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
+        works = dict(zip(order, tickets(chief, *order), strict=True))
+        start = 30 * chief.step
+        assert [works[replica].runs for replica in range(3)] == [
+            (range(start + 10 * part, start + 10 * part + 10),) for part in range(3)
+        ]
+        reported(chief, *works.items())
+        close = chief.next_close()
+        assert close is not None
+        chief.closed(close)
+
+
 def test_a_step_waits_for_a_replica_that_is_slow_to_ask_and_nobody_takes_its_part() -> None:
     chief = begun(Sync(), 2, 100, 10)
     [work] = tickets(chief, 0)
