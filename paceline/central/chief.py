@@ -191,10 +191,10 @@ class Chief:
                 self._too_late(ticket)
         return self._answer(replica, chapter, stop_epoch, now)
 
-    def give_back(self, replica: int) -> None:
-        """It does something else before it goes on: others may need the samples that it has."""
+    def give_back(self, replica: int, number: int) -> None:
+        """It does something else before it computes that ticket: others may need the samples."""
         held = self._held(replica)
-        if held is not None:
+        if held is not None and held.work.ticket == number:
             self._return(held)
 
     def _must_be_member(self, replica: int) -> None:
@@ -258,6 +258,8 @@ class Chief:
             # Of a process that has died since, else this one would wait for the outcome.
             return self.more(replica, now) or Wait(self._whom_the_step_waits_for(step))
         if step.parts:
+            if step.exact:
+                self._usual_part_first(step, replica)
             part, runs = self._take_parts(step, max(1, self._share(step, others=len(self._can_take(step)) - 1)))
         elif step.exact:
             return Wait("the step after this one")  # it has joined in the middle of a step
@@ -298,6 +300,15 @@ class Chief:
             return 0
         helpers = max(1, len(self._can_help(step.chapter, step.epoch)))
         return max(0, min(len(step.parts) - others, -(-len(step.parts) // helpers)))
+
+    def _usual_part_first(self, step: OpenStep, replica: int) -> None:
+        """A replica gets the same part of every batch, if it is there: it has loaded that meanwhile."""
+        usual = sorted(self._can_help(step.chapter, step.epoch)).index(replica)
+        for at, entry in enumerate(step.parts):
+            if entry[0] == usual:
+                del step.parts[at]
+                step.parts.appendleft(entry)
+                return
 
     def _take_parts(self, step: OpenStep, number: int) -> tuple[int, Runs]:
         taken = [step.parts.popleft() for _ in range(number)]

@@ -320,10 +320,10 @@ class Client:
 
     def give_back(self, timeout_s: float | None = None) -> None:
         """Something else is done before the ticket that has come with the last report: others may need its samples."""
-        if self._next is not None:
-            self._next = None
-            request = p.GiveBack(container=self.container, replica=self.replica, incarnation=self.incarnation)
-            self._to_chief.call(request, p.Done, timeout_s=timeout_s)
+        ticket, self._next = self._next, None
+        if ticket is not None:
+            mine = {"container": self.container, "replica": self.replica, "incarnation": self.incarnation}
+            self._to_chief.call(p.GiveBack(**mine, ticket=ticket.ticket), p.Done, timeout_s=timeout_s)  # type: ignore[arg-type]
 
     def task(self, name: str, length: int, work: Callable[[range], list[float]]) -> list[float]:
         """Do parts of a task until it is done, by whomever; its result."""

@@ -145,11 +145,12 @@ class Report(Message, frozen=True, kw_only=True):
 
 
 class GiveBack(Message, frozen=True, kw_only=True):
-    """A replica will not compute the ticket that it has."""
+    """A replica will not compute that ticket, not now."""
 
     container: str
     replica: int
     incarnation: int
+    ticket: int
 
 
 class Task(Message, frozen=True, kw_only=True):

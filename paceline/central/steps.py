@@ -253,7 +253,7 @@ class Steps:
     def give_back(self, request: GiveBack) -> Done:
         with self._changed:
             self._check(request.replica, request.incarnation)
-            self.chief.give_back(request.replica)
+            self.chief.give_back(request.replica, request.ticket)
             self._changed.notify_all()
         self._close_steps()
         return Done()

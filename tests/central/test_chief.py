@@ -189,7 +189,8 @@ class Fleet:
     def give_back(self, process: Process) -> None:
         """The script does something else first."""
         if process.alive and process.work is not None:
-            self.chief.give_back(process.replica)
+            for number in (process.work.ticket, process.work.ticket - 1):  # as if the message came twice, and late
+                self.chief.give_back(process.replica, number)
             process.work = None
 
     # ── deaths ───────────────────────────────────────────────────────────────────────────────────────────
@@ -559,6 +560,20 @@ def test_whoever_is_late_is_told_and_its_samples_come_first_in_the_next_step() -
     assert chief.outcome(2, spare.ticket) == Outcome(0, 0.5, 10)
     assert (chief.late, chief.next_close()) == (1, None)
     assert [work.runs for work in tickets(chief, 0, 1)] == [(range(5, 10),), (range(15, 20),)]
+
+
+def test_in_whatever_order_replicas_ask_each_gets_its_usual_part() -> None:
+    chief = begun(Sync(), 3, 100, 30)
+    for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
+        works = dict(zip(order, tickets(chief, *order), strict=True))
+        start = 30 * chief.step
+        assert [works[replica].runs for replica in range(3)] == [
+            (range(start + 10 * part, start + 10 * part + 10),) for part in range(3)
+        ]
+        reported(chief, *works.items())
+        close = chief.next_close()
+        assert close is not None
+        chief.closed(close)
 
 
 def test_a_step_waits_for_a_replica_that_is_slow_to_ask_and_nobody_takes_its_part() -> None:
