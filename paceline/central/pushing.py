@@ -93,7 +93,7 @@ class Pushes:
 
     def abandon(self) -> None:
         """The step will not be completed."""
-        self.collector.abandon()
+        self.collector.stop()
         self._landing.give_up()
         for number, job in self._early.items():
             job.wait()

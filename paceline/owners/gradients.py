@@ -132,11 +132,11 @@ class GradientCollector:
         try:
             yield
         except BaseException:
-            self.abandon()
+            self.stop()
             raise
 
-    def abandon(self) -> None:
-        """The step will not be completed: what backward produces is nobody's."""
+    def stop(self) -> None:
+        """Collect no more: what backward produces from now on belongs to no step."""
         self._collecting = False
         products.end(self)
 
@@ -158,7 +158,7 @@ class GradientCollector:
 
     def finish(self) -> list[bool]:
         """The step's backward is over: settle the parameters it did not use. Which ones it did."""
-        self.abandon()
+        self.stop()
         for slot, parameter in enumerate(self._parameters):
             if parameter.grad is not None:  # was frozen when training began, and has no hook
                 self._collect(slot, parameter)
@@ -168,7 +168,7 @@ class GradientCollector:
         return self._seen
 
     def close(self) -> None:
-        self.abandon()
+        self.stop()
         for handle in self._handles:
             handle.remove()
         for parameter in self._leads:

@@ -112,11 +112,11 @@ class _Linear(torch.autograd.Function):
         if dy is None:
             return None, None, None, None
         x, weight = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        wants_x, _, wants_bias, _ = ctx.needs_input_grad
         rows = dy.reshape(-1, dy.size(-1))
         dx = dy @ weight if wants_x else None
         dw = _weight_gradient(ctx.place, rows.t(), x.reshape(-1, x.size(-1)), ctx.next_functions[1][0])
-        return dx, dw if wants_weight else None, rows.sum(0) if wants_bias else None, None
+        return dx, dw, rows.sum(0) if wants_bias else None, None
 
 
 def _weight_gradient(
