@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from paceline.launch.cores import allowed_cores, share_of_cores
-from paceline.launch.heap import KEPT_BYTES
+from paceline.memory.heap import KEPT_BYTES
 
 SCRIPTS = Path(__file__).parent / "scripts"
 LONGEST_RUN_S = 900.0

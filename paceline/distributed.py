@@ -26,12 +26,12 @@ from paceline.errors import ReplicaDied, StrategyError
 from paceline.exchange.board import Board, HostWord, Kind, Members, Phase, Word
 from paceline.exchange.links import Links
 from paceline.exchange.together import Together
-from paceline.launch.place import Place, find_place
-from paceline.owners.build import SharedModel, announce
-from paceline.owners.opening import meet
-from paceline.owners.optimizer import ShardOptimizer
-from paceline.owners.owner import Owner
-from paceline.owners.reducer import MeanReducer
+from paceline.mirrored.opening import meet
+from paceline.mirrored.owner import Owner
+from paceline.mirrored.reducer import MeanReducer
+from paceline.mirrored.shared_model import SharedModel
+from paceline.optim.shard_optimizer import ShardOptimizer
+from paceline.place import Place, find_place
 
 Model = TypeVar("Model", bound=nn.Module)
 SomeOptimizer = TypeVar("SomeOptimizer", bound=Optimizer)
@@ -73,15 +73,15 @@ class _Distributed:
     def __init__(self, model: nn.Module, optimizer: Optimizer, where: Place, board: Board, links: Links | None) -> None:
         if where.restarted:
             raise ReplicaDied(
-                f"replica {where.replica} was started again, but a loop under pl.distribute cannot be joined in the "
+                f"replica {where.row} was started again, but a loop under pl.distribute cannot be joined in the "
                 "middle: use pl.Trainer, or --on-failure continue"
             )
         self._board = board
-        self._replica = where.replica
-        self._together = Together(board, where.replica, where.strategy.timeout_s)
+        self._replica = where.row
+        self._together = Together(board, where.row, where.strategy.timeout_s)
         self._links = links
         self._users = optimizer
-        announce(board, self._replica)
+        board.announce(self._replica)
         self._shared = SharedModel(model, optimizer, self._together, several_hosts=False)
         self._shared.share()
         if links is not None:

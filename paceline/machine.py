@@ -1,7 +1,8 @@
-"""What this machine has left. Does not import torch: it is asked before anything is started."""
+"""Which machine this is, and what it has left. Does not import torch: it is asked before anything is started."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 
@@ -19,3 +20,9 @@ def free_memory() -> int:
     except (OSError, ValueError):
         pass  # no control group, or one of another version: the machine's own figure stands
     return free
+
+
+def machine_identity() -> str:
+    """The same for two processes that can share memory: one kernel, and (emulated hosts differ in it) one network."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/net')}"

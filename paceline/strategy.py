@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import msgspec
 
 from paceline.errors import StrategyError, nearest_first
+from paceline.exchange import WIRES
 from paceline.rules import Rule, Sync
 from paceline.split.values import Split
 
-WIRES = ("fp32", "bf16", "fp16", "int8")
 BATCHNORMS = ("exact", "local")
 EXCHANGES = ("auto", "shared", "collective")
 SERVER_EXCHANGES = ("auto", "tcp")
@@ -46,6 +46,11 @@ class Mirrored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise StrategyError("exchange", self.exchange, "devices of a cut model share memory, leave it out")
         if not self.timeout_s > 0:
             raise StrategyError("timeout", self.timeout_s, "give a number of seconds above 0")
+
+    @property
+    def devices(self) -> int:
+        """How many devices, each a process, one replica is cut over."""
+        return self.split.devices if self.split is not None else 1
 
 
 class Centralized(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="centralized"):
@@ -87,14 +92,13 @@ class Centralized(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if not self.timeout_s > 0:
             raise StrategyError("timeout", self.timeout_s, "give a number of seconds above 0")
 
+    @property
+    def devices(self) -> int:
+        """How many devices, each a process, one replica is cut over."""
+        return self.split.devices if self.split is not None else 1
+
 
 Strategy = Mirrored | Centralized
-
-
-def devices_of(strategy: Strategy) -> int:
-    """How many devices, each a process, one replica is cut over."""
-    split = getattr(strategy, "split", None)
-    return split.devices if split is not None else 1
 
 
 def one_of(field: str, value: str, choices: Sequence[str]) -> str:

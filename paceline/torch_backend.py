@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch import distributed as dist
 
-from paceline.exchange.process_group import NAME, SharedMemoryGroup
+from paceline.torch_group.process_group import NAME, SharedMemoryGroup
 
 
 def register() -> str:

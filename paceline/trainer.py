@@ -20,15 +20,15 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from paceline.course import Course, Training
 from paceline.data import Ledger, open_feed
 from paceline.errors import DataError, PacelineError, StrategyError
-from paceline.launch.place import Place, find_place
-from paceline.lockstep import Lockstep
-from paceline.passes import Measure, Metric, Passes
+from paceline.loop.course import Course, Training
+from paceline.loop.lockstep import Lockstep
+from paceline.loop.passes import Evaluation, Metric, Passes
+from paceline.place import Place, find_place
 from paceline.rules import Rule
 from paceline.split.cut import Loss
-from paceline.strategy import Centralized, Strategy, devices_of
+from paceline.strategy import Centralized, Strategy
 
 
 class Trainer:
@@ -86,12 +86,12 @@ class Trainer:
     @property
     def replica(self) -> int:
         """Number of this replica among all; 0 in one process."""
-        return self._place.rank // devices_of(self._place.strategy)
+        return self._place.replica
 
     @property
     def device(self) -> int:
         """Which of its replica's devices this process is; 0 unless the model is cut."""
-        return self._place.rank % devices_of(self._place.strategy)
+        return self._place.device
 
     @property
     def replicas(self) -> int:
@@ -181,7 +181,7 @@ class Trainer:
         self.model.eval()
         try:
             with torch.no_grad():
-                measure = Measure(metric, self.model, load, feed.length, batch_size)
+                measure = Evaluation(metric, self.model, load, feed.length, batch_size)
                 return self._course.evaluate(measure, feed.length)
         finally:
             self.model.train(was_training)
@@ -234,11 +234,11 @@ def _open_course(training: Training) -> Course:
     strategy = training.place.strategy
     if not isinstance(strategy, Centralized):
         return Lockstep(training)
-    from paceline.central.in_graph import InGraph
-    from paceline.central.leased import Leased
+    from paceline.central.replica.in_graph import InGraph
+    from paceline.central.replica.leased import Leased
 
     if strategy.split is not None:
-        from paceline.central.cut_replica import CutLeased
+        from paceline.central.replica.cut_replica import CutLeased
 
         return CutLeased(training)
     return InGraph(training) if strategy.in_graph else Leased(training)

@@ -24,9 +24,9 @@ from typing import Any, NoReturn
 import torch
 
 from paceline.exchange.board import Board, Phase, Word
-from paceline.exchange.shared import SharedSums
-from paceline.memory import ModelArena
-from paceline.owners.owner import Owner
+from paceline.exchange.sums import SharedSums
+from paceline.memory.model_arena import ModelArena
+from paceline.mirrored.owner import Owner
 
 # Moments that the script announces itself …
 IN_THE_SCRIPT = ("start", "forward", "backward", "evaluation", "between")

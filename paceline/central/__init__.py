@@ -1,1 +1,3 @@
-"""Parameters on servers: who owns them, who closes a step, how bytes get there."""
+"""Parameters on servers. The rooms: `chief` decides, `wire` is what is said, `container` a server's share, `tables`
+sparse embeddings, `durability` what outlives a process, `server` the process, `client` and `replica` the other side;
+`shards`, which all of them work out alike, says what lies where."""

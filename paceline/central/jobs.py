@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 
-class Job:
+class BackgroundJob:
     """Something that runs in a thread of its own."""
 
     def __init__(self, act: Callable[[], None]) -> None:
@@ -33,7 +33,7 @@ class Job:
 
 def together(jobs: Sequence[Callable[[], None]]) -> None:
     """All at the same time; the first failure is raised when all have ended."""
-    others = [Job(job) for job in jobs[1:]]
+    others = [BackgroundJob(job) for job in jobs[1:]]
     try:
         jobs[0]()
     finally:

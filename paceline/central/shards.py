@@ -24,10 +24,9 @@ import msgspec
 import torch
 from torch.optim import Optimizer
 
-from paceline.central.tables import TableSpec
 from paceline.errors import ModelError
-from paceline.memory.layout import Chunk, Layout, Piece, Slot, aligned, assign
-from paceline.owners.state import ELEMENTWISE, options_of
+from paceline.memory.layout import Chunk, FlatLayout, Piece, Slot, aligned, assign
+from paceline.optim.state import ELEMENTWISE, options_of
 
 MAP_VERSION = 1
 DTYPES: Mapping[str, torch.dtype] = {
@@ -47,6 +46,16 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
     dtype: str
     group: int
+
+
+class TableSpec(msgspec.Struct, frozen=True, array_like=True):
+    """One embedding."""
+
+    name: str
+    rows: int
+    width: int
+    group: int
+    initialize: bool  # nobody has values for it: the servers draw them
 
 
 class OptimizerSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -149,7 +158,7 @@ def restored_options(options: Mapping[str, Option]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardPart:
     """Elements [start, stop) of a tensor, which are slot number `slot` of a server."""
 
     server: int
@@ -168,14 +177,14 @@ class Shards:
             (tensor.name, torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device="meta"), tensor.group)
             for tensor in spec.tensors
         ]
-        self._flat = Layout.plan(described, owners=spec.servers, whole_tensors=whole)
+        self._flat = FlatLayout.plan(described, owners=spec.servers, whole_tensors=whole)
         self.whole = whole
         self._placed = [[n for bucket in owned for n in bucket] for owned in assign(self._flat.chunks, spec.servers)]
         self.names = [slot.name for slot in self._flat.slots]
-        self.parts: dict[str, list[Part]] = {name: [] for name in self.names}
+        self.parts: dict[str, list[ShardPart]] = {name: [] for name in self.names}
         self.layouts = [self._layout_of(server) for server in range(spec.servers)]
 
-    def _layout_of(self, server: int) -> Layout:
+    def _layout_of(self, server: int) -> FlatLayout:
         """The flat buffer of one server: its chunks one after another, its pieces as slots of their own."""
         slots: list[Slot] = []
         chunks: list[Chunk] = []
@@ -187,12 +196,12 @@ class Shards:
                 of = self._flat.slots[piece.slot]
                 shape = of.shape if self.whole else (piece.elements,)
                 within = of.offset + piece.start * of.dtype.itemsize - chunk.start
-                self.parts[of.name].append(Part(server, len(slots), piece.start, piece.stop))
+                self.parts[of.name].append(ShardPart(server, len(slots), piece.start, piece.stop))
                 slots.append(Slot(f"{of.name}[{piece.start}:{piece.stop}]", shape, of.dtype, of.group, offset + within))
             pieces = tuple(Piece(slot, 0, slots[slot].elements) for slot in range(first, len(slots)))
             chunks.append(Chunk(offset, offset + chunk.bytes, chunk.dtype, pieces))
             offset = aligned(offset + chunk.bytes)
-        return Layout(tuple(slots), tuple(chunks), offset, offset)
+        return FlatLayout(tuple(slots), tuple(chunks), offset, offset)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:

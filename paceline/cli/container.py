@@ -17,13 +17,13 @@ import msgspec
 
 from paceline.cli.plan import addresses, in_words
 from paceline.errors import InvalidInput
-from paceline.exchange.secure import Keys, is_loopback, read_token
-from paceline.launch.place import check_container
+from paceline.net.secure import Keys, is_loopback, read_token
+from paceline.place import check_container
 from paceline.watch.display import put
 
 if TYPE_CHECKING:
-    from paceline.central.protocol import Listing
-    from paceline.central.reader import Reader, Summary
+    from paceline.central.client.reader import Reader, Summary
+    from paceline.central.wire.protocol import Listing
 
 ACTIONS = {"list": (), "show": ("NAME",), "save": ("NAME", "PATH"), "drop": ("NAME",), "copy": ("NAME", "NEW")}
 BAR = 40  # letters of the longest line of a histogram
@@ -102,7 +102,7 @@ def _reader(options: argparse.Namespace, container: str | None) -> Reader:
             raise InvalidInput("at", address, "beyond this machine give --keys, made by paceline keys make")
     token = read_token(Path(options.token)) if options.token is not None else ""
     keys = Keys.load(options.keys) if options.keys is not None else None
-    from paceline.central.reader import Reader
+    from paceline.central.client.reader import Reader
 
     return Reader(at, container, token=token, keys=keys)
 

@@ -1,7 +1,7 @@
 """`paceline keys`: makes and shows the keys with which servers and replicas on several machines know each other.
 
 `make` founds an authority (CA) and signs a certificate for each role; what they are for is told in
-`paceline/exchange/secure.py`. Each further machine may get its own, with `--to` into a folder ready to be copied there;
+`paceline/net/secure.py`. Each further machine may get its own, with `--to` into a folder ready to be copied there;
 the authority's key never goes along.
 
 Certificates are made by the `cryptography` package, an extra of a few megabytes that only this command needs. The
@@ -26,7 +26,7 @@ import msgspec
 
 from paceline.cli import whole
 from paceline.errors import InvalidInput, SecurityError
-from paceline.exchange.secure import Keys, Role, unit_of, write_secret
+from paceline.net.secure import Keys, Role, unit_of, write_secret
 
 if TYPE_CHECKING:
     from cryptography import x509

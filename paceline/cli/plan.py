@@ -21,15 +21,15 @@ import msgspec
 from paceline.cli.cut import CUT_FLAGS, read_split
 from paceline.errors import InvalidInput, StrategyError
 from paceline.exchange.board import MOST_REPLICAS
-from paceline.exchange.secure import Keys, is_loopback, read_token
 from paceline.launch.cores import allowed_cores
 from paceline.launch.emulate import Emulation, check_permission
-from paceline.launch.place import Place, ServersPlace, check_container
 from paceline.launch.supervisor import POLICIES
 from paceline.machine import free_memory
+from paceline.net.secure import Keys, is_loopback, read_token
+from paceline.place import Place, ServersPlace, check_container
 from paceline.rules import Async, Rule, Sync
 from paceline.split.values import BATCH, Layout, Split
-from paceline.strategy import Centralized, Mirrored, Strategy, devices_of, one_of
+from paceline.strategy import Centralized, Mirrored, Strategy, one_of
 
 DEFAULT_PORT = 29500
 MOST_DEVICES_A_CORE = 4
@@ -92,7 +92,7 @@ class Plan:
     @property
     def processes(self) -> int:
         """How many replica processes there are on all hosts."""
-        return 1 if getattr(self.strategy, "in_graph", False) else self.strategy.replicas * devices_of(self.strategy)
+        return 1 if getattr(self.strategy, "in_graph", False) else self.strategy.replicas * self.strategy.devices
 
     def place(self, run_folder: Path) -> Place:
         """Replica 0's on this host."""
@@ -107,8 +107,8 @@ class Plan:
                 run=self.rendezvous if self.rendezvous is not None else secrets.token_hex(8),
             )
         return Place(
-            replica=0,
-            replicas=self.processes // self.hosts,
+            row=0,
+            rows=self.processes // self.hosts,
             host=self.host,
             hosts=self.hosts,
             rendezvous=self.rendezvous,
@@ -353,7 +353,7 @@ def check(plan: Plan, *, inside: bool) -> None:
 
 def _check_devices(plan: Plan) -> None:
     """A cut that has less than a core for a device would be slower than no cut, and is a slip more often than not."""
-    devices, cores = devices_of(plan.strategy), len(allowed_cores())
+    devices, cores = plan.strategy.devices, len(allowed_cores())
     if devices > 1 and devices > cores * MOST_DEVICES_A_CORE:
         split = getattr(plan.strategy, "split")  # noqa: B009
         raise StrategyError("split", split.words, f"that needs {devices} devices and this machine has {cores} cores")

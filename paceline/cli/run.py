@@ -31,7 +31,8 @@ from paceline.launch.cores import allowed_cores, share_of_cores
 from paceline.launch.emulate import EmulatedHosts, Emulation
 from paceline.launch.hosts import supervise_hosts
 from paceline.launch.replica import PARENT_VARIABLE, die_with_parent
-from paceline.launch.supervisor import INTERRUPTED, Job, Outcome, Supervisor
+from paceline.launch.supervisor import RunJob, RunOutcome, Supervisor
+from paceline.place import INTERRUPTED
 from paceline.watch.display import choose_display, put
 from paceline.watch.run_folder import EVENTS, RunFolder, choose_run_folder
 
@@ -145,7 +146,7 @@ def _run_here(plan: Plan, path: Path, options: argparse.Namespace) -> int:
     quiet = options.quiet or plan.host > 0  # of several hosts, the first one speaks
     display = choose_display(Path(plan.script).name, plain=options.plain, quiet=quiet)
     folder = RunFolder(path, lambda line: display.say(f"paceline: {line}"), host=plan.host)
-    job = Job(
+    job = RunJob(
         script=plan.script,
         arguments=plan.arguments,
         place=plan.place(path),
@@ -157,7 +158,7 @@ def _run_here(plan: Plan, path: Path, options: argparse.Namespace) -> int:
     )
     began = time.time()
     try:
-        folder.write_config(_config(plan, job.place.replicas))
+        folder.write_config(_config(plan, job.place.rows))
         if not quiet:
             display.say(f"paceline: {_in_words(plan)}")
         outcome = Supervisor(job, folder, display).run()
@@ -203,7 +204,7 @@ def _config(plan: Plan, replicas: int) -> dict[str, object]:
     }
 
 
-def _summary(outcome: Outcome, plan: Plan, began: float) -> str:
+def _summary(outcome: RunOutcome, plan: Plan, began: float) -> str:
     if outcome.exit_code == INTERRUPTED:
         stopped = f"stopped at step {outcome.steps}"
         if plan.save_on_stop is None:

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from paceline.errors import InvalidInput, SecurityError
-from paceline.exchange.secure import TOKEN, Keys, is_loopback, read_token, write_secret, write_token
+from paceline.net.secure import TOKEN, Keys, is_loopback, read_token, write_secret, write_token
 from paceline.watch.display import put
 
 if TYPE_CHECKING:
-    from paceline.central.server import Server
+    from paceline.central.server.server import Server
 
 DEFAULT_LISTEN = "127.0.0.1:7070"
 CONTAINERS = "containers"  # what is to survive this process (--durability log or replica)
@@ -72,8 +72,8 @@ def execute(options: argparse.Namespace) -> int:
     folder: Path = options.folder
     with _folder_of_our_own(folder), _listening(host, port, options.listen) as listener:
         token = _token(folder, options.token)
-        from paceline.central.process import SWITCH_EVERY_S
-        from paceline.central.server import Server
+        from paceline.central.server.process import SWITCH_EVERY_S
+        from paceline.central.server.server import Server
 
         sys.setswitchinterval(SWITCH_EVERY_S)
         server = Server(listener, token=token, keys=keys, folder=folder / CONTAINERS)

@@ -22,8 +22,8 @@ from paceline.cli.cut import add_cut_arguments
 from paceline.cli.plan import Plan, check_script, resolve
 from paceline.cli.run import add_server_arguments, add_strategy_arguments
 from paceline.errors import LaunchError, StrategyError
-from paceline.launch.place import PLACE_VARIABLE, Place, Recording
-from paceline.launch.supervisor import Job, Supervisor
+from paceline.launch.supervisor import RunJob, Supervisor
+from paceline.place import PLACE_VARIABLE, Place, Recording
 from paceline.watch.display import choose_display
 from paceline.watch.run_folder import RunFolder
 
@@ -84,7 +84,7 @@ def _tolerance(text: str | None) -> float:
 
 
 def _run_alone(plan: Plan, recording: Recording) -> None:
-    place = msgspec.json.encode(Place(replica=0, replicas=1, recording=recording)).decode()
+    place = msgspec.json.encode(Place(row=0, rows=1, recording=recording)).decode()
     outcome = subprocess.run(
         [sys.executable, plan.script, *plan.arguments],
         env={**os.environ, PLACE_VARIABLE: place},
@@ -102,7 +102,7 @@ def _run_distributed(plan: Plan, recording: Recording, path: Path) -> None:
     place = msgspec.structs.replace(plan.place(path), recording=recording)
     display = choose_display(Path(plan.script).name, plain=True, quiet=True)
     folder = RunFolder(path, lambda line: display.say(f"paceline: {line}"))
-    job = Job(
+    job = RunJob(
         script=plan.script,
         arguments=plan.arguments,
         place=place,

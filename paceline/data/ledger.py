@@ -61,7 +61,7 @@ class Lease:
         return f"update {self.step} ({_span(self.start, self.stop)} of epoch {self.epoch})"
 
 
-class Place(NamedTuple):
+class LedgerPlace(NamedTuple):
     """Where a run stands: the next update is `step`, and begins at `position` of `epoch`."""
 
     step: int
@@ -123,7 +123,7 @@ class Ledger:
         self.shuffle = shuffle and length is not None
         self.drop_last = drop_last
         # One value, replaced as a whole: the prefetching thread reads it while the training thread commits.
-        self._place = Place(step=0, epoch=0, position=0)
+        self._place = LedgerPlace(step=0, epoch=0, position=0)
         self._committed: dict[int, list[range]] = {}
         self._dropped: dict[int, list[range]] = {}
         self._orders: dict[int, Tensor] = {}
@@ -200,7 +200,7 @@ class Ledger:
         if fault := _miscounted(range(lease.start, lease.stop), parts):
             raise PacelineError(f"{lease} cannot be committed: {fault}")
         _append(self._committed, lease.epoch, range(lease.start, lease.stop))
-        self._move(Place(lease.step + 1, lease.epoch, lease.stop))
+        self._move(LedgerPlace(lease.step + 1, lease.epoch, lease.stop))
 
     def commit_samples(self, samples: int) -> None:
         """Count the next update, made by others, which had this many samples."""
@@ -212,7 +212,7 @@ class Ledger:
         self._committed, self._dropped = _by_epoch(rows), {}
         self._place = self._first_gap(step)
 
-    def _first_gap(self, step: int) -> Place:
+    def _first_gap(self, step: int) -> LedgerPlace:
         """The first position that has not been counted; further ones may have been."""
         assert self.length is not None
         used = self.length - (self.length % self.batch_size if self.drop_last else 0)
@@ -224,16 +224,16 @@ class Ledger:
                     break
                 position = run.stop
             if position < used:
-                return Place(step, epoch, position)
+                return LedgerPlace(step, epoch, position)
             if used < self.length:
                 self._dropped[epoch] = [range(used, self.length)]
             epoch += 1
 
-    def _move(self, place: Place) -> None:
+    def _move(self, place: LedgerPlace) -> None:
         following = self._lease(*place)
         if self.length is not None and following.epoch > place.epoch and place.position < self.length:
             _append(self._dropped, place.epoch, range(place.position, self.length))
-        self._place = Place(following.step, following.epoch, following.start)
+        self._place = LedgerPlace(following.step, following.epoch, following.start)
 
     def end_epoch(self, epoch: int) -> None:
         """The stream ran out: the next update begins with the first sample of `epoch + 1`."""
@@ -246,7 +246,7 @@ class Ledger:
                 "give a stream with at least one batch each time it is iterated, "
                 "not a generator, which runs out after its first epoch",
             )
-        self._place = Place(self.step, epoch + 1, 0)
+        self._place = LedgerPlace(self.step, epoch + 1, 0)
 
     def counts(self, epoch: int) -> Tensor:
         """How often each sample of the dataset was counted in this epoch so far, by sample index."""
@@ -293,7 +293,7 @@ class Ledger:
             before, now = getattr(saved, field), getattr(self, field)
             if before != now:
                 raise DataError(field, now, f"the checkpoint was made with {field}={before!r}, resume with the same")
-        place = Place(saved.step, saved.epoch, saved.position)
+        place = LedgerPlace(saved.step, saved.epoch, saved.position)
         committed, dropped = _by_epoch(saved.committed), _by_epoch(saved.dropped)
         try:
             _proof(self.length, place, committed, dropped)
@@ -346,7 +346,9 @@ def _miscounted(whole: range, parts: Iterable[range]) -> str:
     return ", ".join(faults)
 
 
-def _proof(length: int | None, place: Place, committed: dict[int, list[range]], dropped: dict[int, list[range]]) -> str:
+def _proof(
+    length: int | None, place: LedgerPlace, committed: dict[int, list[range]], dropped: dict[int, list[range]]
+) -> str:
     """One sentence on all epochs up to `place`, or an error about the first one whose record does not add up."""
     if max(dropped, default=-1) >= place.epoch:
         raise PacelineError(f"the record goes beyond epoch {place.epoch}, which is the one in progress")

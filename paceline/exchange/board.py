@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import Stalled
+from paceline.memory import segment
 
 BOARD_BYTES = 1 << 20
 ROW_WORDS = 64
@@ -35,7 +36,6 @@ MOST_REPLICAS = BOARD_BYTES // 8 // ROW_WORDS - 1
 
 EPOCH_BITS = 20
 COLLECTIVE_BITS = 16
-NEVER = 1 << 62
 
 SPIN_S = 0.001  # how long a wait burns its core before it begins to sleep
 OWN_CORE_SPIN_S = 0.02  # the same where every replica has a core of its own: nobody else wants it
@@ -188,9 +188,7 @@ class Board:
     @classmethod
     def create(cls, replicas: int, *, supervised: bool) -> Board:
         """A fresh board. Anonymous memory: it vanishes with the last process that holds it, whatever happens."""
-        descriptor = os.memfd_create("paceline-board", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, BOARD_BYTES)
-        board = cls(descriptor)
+        board = cls(segment.make("board", BOARD_BYTES))
         board.host_set(HostWord.REPLICAS, replicas)
         board.host_set(HostWord.SUPERVISED, int(supervised))
         for rank in range(replicas):
@@ -225,6 +223,14 @@ class Board:
     def alive(self, rank: int) -> bool:
         """Whether the process that was admitted in this row still runs."""
         return self.get(rank, Word.INCARNATION) == self.get(rank, Word.ADMITTED)
+
+    def announce(self, rank: int) -> None:
+        """This process now runs in row `rank`: whatever an earlier process counted there is over."""
+        if self.get(rank, Word.PID) != os.getpid():
+            self.set(rank, Word.PID, os.getpid())
+            for word in (Word.OP, Word.ARENAS):
+                self.set(rank, word, 0)
+        self.enter(rank, Phase.STARTING)
 
     def next_op(self, rank: int) -> int:
         """Number of the op that `rank` begins now. All run the same script, so all count alike."""

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import StrategyError
+from paceline.exchange import WIRES
 
 # Work goes through in pieces of a megabyte of float32: what one operation wrote is in cache for the next. On
 # one core this makes adding a bf16 tensor six times as fast as a single operation over the whole of it.
@@ -186,7 +187,7 @@ def _pieces(values: Tensor, coded: Tensor) -> Iterator[tuple[Tensor, Tensor, Ten
         yield values[full * _BLOCK :].view(1, -1), row[:, :_SCALE_BYTES].view(torch.float32), codes
 
 
-WIRES: dict[str, Wire] = {
+_WIRES: dict[str, Wire] = {
     coding.name: coding
     for coding in (
         FloatWire("fp32", torch.float32),
@@ -195,6 +196,7 @@ WIRES: dict[str, Wire] = {
         BlockWire("int8"),
     )
 }
+assert tuple(_WIRES) == WIRES
 
 
 def wire(name: str) -> Wire:
@@ -203,11 +205,11 @@ def wire(name: str) -> Wire:
     >>> wire("bf16").encoded_bytes(10)
     20
     """
-    if name not in WIRES:
+    if name not in _WIRES:
         nearest = difflib.get_close_matches(name, WIRES, n=1)
         hint = f" (did you mean {nearest[0]}?)" if nearest else ""
         raise StrategyError("wire", name, f"give one of {', '.join(WIRES)}{hint}")
-    return WIRES[name]
+    return _WIRES[name]
 
 
 class Feedback:

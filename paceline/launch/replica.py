@@ -34,9 +34,9 @@ import msgspec
 
 from paceline.errors import LaunchError, PacelineError
 from paceline.launch.cores import allowed_cores, share_of_cores
-from paceline.launch.heap import keep_memory
-from paceline.launch.place import PLACE_VARIABLE, Place, find_place
 from paceline.launch.quick_start import load_compiler_late
+from paceline.memory.heap import keep_memory
+from paceline.place import PLACE_VARIABLE, Place, find_place
 from paceline.watch.events import AppendFile
 from paceline.watch.run_folder import Failure, log_name
 
@@ -57,7 +57,7 @@ class ReplicaProcess:
     """A running replica. Its process group is its own: signals of the terminal do not reach it."""
 
     def __init__(self, script: str, arguments: Sequence[str], place: Place, log: AppendFile, guard: Guard) -> None:
-        threads = str(len(share_of_cores(place.replica, place.replicas, allowed_cores())))
+        threads = str(len(share_of_cores(place.row, place.rows, allowed_cores())))
         environment = {
             **os.environ,
             PLACE_VARIABLE: msgspec.json.encode(place).decode(),
@@ -65,7 +65,7 @@ class ReplicaProcess:
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
         }
-        self.row = place.replica
+        self.row = place.row
         self.rank = place.rank
         self.started_at = time.monotonic()
         self._log = log
@@ -251,7 +251,7 @@ def _prepare(place: Place, log: io.TextIOBase) -> None:
     keep_memory()
     faulthandler.enable(file=log)
     faulthandler.register(signal.SIGUSR1, file=log)
-    os.sched_setaffinity(0, share_of_cores(place.replica, place.replicas, allowed_cores()))
+    os.sched_setaffinity(0, share_of_cores(place.row, place.rows, allowed_cores()))
     if place.board is not None:
         os.set_inheritable(place.board, False)
     assert isinstance(sys.stdout, io.TextIOWrapper)

@@ -18,9 +18,9 @@ from pathlib import Path
 import msgspec
 
 from paceline.errors import LaunchError
-from paceline.exchange.secure import write_token
-from paceline.launch.place import ServersPlace
 from paceline.launch.replica import PARENT_VARIABLE, Guard
+from paceline.net.secure import write_token
+from paceline.place import ServersPlace
 
 SERVER_VARIABLE = "PACELINE_SERVER"
 
@@ -52,7 +52,7 @@ class ServerProcess:
         try:
             with log.open("ab") as output:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "paceline.central.process"],
+                    [sys.executable, "-m", "paceline.central.server.process"],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,

@@ -31,17 +31,15 @@ import msgspec
 
 from paceline.exchange.board import Board, HostWord, Phase, Word, called
 from paceline.launch.cores import allowed_cores
-from paceline.launch.place import Place
 from paceline.launch.replica import Guard, ReplicaProcess
 from paceline.launch.servers import LocalServers, ServerProcess
 from paceline.launch.signals import signals_as_bytes
-from paceline.strategy import devices_of
+from paceline.place import INTERRUPTED, Place
 from paceline.watch.display import Display, Meter, Progress
 from paceline.watch.events import STALL_S, StallWatch, innermost_frames
 from paceline.watch.run_folder import RunFolder
 
 POLICIES = ("continue", "restart", "stop")
-INTERRUPTED = 130  # exit code of a run that was asked to stop
 
 LOOK_EVERY_S = 0.1
 EVENT_EVERY_S = 1.0
@@ -54,7 +52,7 @@ MOST_DRAINED_CHUNKS = 16
 
 
 @dataclass(frozen=True)
-class Job:
+class RunJob:
     """What to start on this host. `place` is replica 0's; the others differ in their number."""
 
     script: str
@@ -69,7 +67,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """How a run ended."""
 
     exit_code: int
@@ -88,7 +86,7 @@ class Supervisor:
     all hosts'.
     """
 
-    def __init__(self, job: Job, folder: RunFolder, display: Display) -> None:
+    def __init__(self, job: RunJob, folder: RunFolder, display: Display) -> None:
         self._job = job
         self._folder = folder
         self._display = display
@@ -113,7 +111,7 @@ class Supervisor:
         self._stack: tuple[float, ReplicaProcess, int] | None = None
         self._selector = selectors.DefaultSelector()
 
-    def run(self) -> Outcome:
+    def run(self) -> RunOutcome:
         """Start everything and return when all of it has ended."""
         began = time.monotonic()
         # The guard comes first: forked later, it would hold open what belongs to the supervisor.
@@ -121,7 +119,7 @@ class Supervisor:
             self._selector.register(self._signals, selectors.EVENT_READ, self._on_signal)
             try:
                 self._start_servers()
-                for row in range(self._job.place.replicas):
+                for row in range(self._job.place.rows):
                     self._start(row)
                 while self._living or self._due:
                     for key, _ in self._selector.select(LOOK_EVERY_S):
@@ -133,7 +131,7 @@ class Supervisor:
                 if self._servers is not None:
                     self._servers.close(forget=self._final_exit_code() == 0)
                 self._selector.close()
-        outcome = Outcome(
+        outcome = RunOutcome(
             exit_code=self._final_exit_code(),
             steps=self._progress.step,
             seconds=round(time.monotonic() - began, 3),
@@ -201,7 +199,7 @@ class Supervisor:
             self._board.declare_started_again(row)
             self._joining.add(row)
         self._board.enter(row, Phase.STARTING)
-        place = msgspec.structs.replace(self._place, replica=row, board=self._board.descriptor, restarted=again)
+        place = msgspec.structs.replace(self._place, row=row, board=self._board.descriptor, restarted=again)
         log = self._folder.open_log(place.rank)
         self._folder.forget_failure(place.rank)
         replica = ReplicaProcess(self._job.script, self._job.arguments, place, log, self._guard)
@@ -305,16 +303,16 @@ class Supervisor:
             self._due[row] = when
             return f"it is started again{soon} {counted}"
         self._drop_all()
-        board = Board.create(self._job.place.replicas, supervised=True)
+        board = Board.create(self._job.place.rows, supervised=True)
         if self._place.servers is not None:
             # Servers have not forgotten those who died, and must not take the new ones for them.
-            for number in range(self._job.place.replicas):
+            for number in range(self._job.place.rows):
                 incarnation = self._board.get(number, Word.INCARNATION) + 1
                 board.set(number, Word.INCARNATION, incarnation)
                 board.set(number, Word.ADMITTED, incarnation)
         os.close(self._board.descriptor)
         self._board = board
-        self._due = dict.fromkeys(range(self._job.place.replicas), when)
+        self._due = dict.fromkeys(range(self._job.place.rows), when)
         self._shown = 0 if self._job.shown else None
         why = "a cut model needs all its devices" if self._is_cut else "no replica is left"
         return f"{why}, all start anew{soon} {counted}"
@@ -344,7 +342,7 @@ class Supervisor:
         if first is None:
             report = replica.last_errors if replica.row != self._shown else ""
             self._say(f"{self._called(replica.rank)} ended with code {code} {_at(step)}{_below(report)}")
-        elif 0 <= (row := first.replica - self._job.place.rank) < self._job.place.replicas:
+        elif 0 <= (row := first.replica - self._job.place.rank) < self._job.place.rows:
             at = _at(self._board.get(row, Word.STEP))
             self._say(f"{self._called(first.replica)} failed {at}{_below(first.text)}")
         # Otherwise another host's replica has failed before, and its own supervisor says so.
@@ -431,7 +429,7 @@ class Supervisor:
             self._stack = None if asked is None else (now + STACK_S, self._living[row], asked)
 
     def _called(self, rank: int) -> str:
-        return called(rank, devices_of(self._job.place.strategy))
+        return called(rank, self._job.place.strategy.devices)
 
     def _say(self, line: str) -> None:
         self._display.say(f"paceline: {line}")
@@ -440,10 +438,10 @@ class Supervisor:
         self._folder.events.write(event, **fields)
 
 
-def _new_board(job: Job) -> Board:
-    board = Board.create(job.place.replicas, supervised=True)
+def _new_board(job: RunJob) -> Board:
+    board = Board.create(job.place.rows, supervised=True)
     board.host_set(HostWord.CORES, len(allowed_cores()))
-    board.host_set(HostWord.DEVICES, devices_of(job.place.strategy))
+    board.host_set(HostWord.DEVICES, job.place.strategy.devices)
     return board
 
 

@@ -1,8 +1,4 @@
-"""An arena: one shared segment of memory, seen by every process of a host.
-
-It is anonymous (`memfd_create`): it has no name in any folder, no limit but the machine's memory (a container's
-small /dev/shm does not matter), and the kernel frees it when the last process that maps it has ended, however it
-ended. Another process opens it through the descriptor of one that holds it.
+"""An arena: one shared segment of memory (`segment.py`), seen as tensors by every process of a host.
 
 A replica that shares memory with nobody, above all one on a GPU, has a private arena on its own device.
 """
@@ -18,6 +14,7 @@ import torch
 
 from paceline.errors import ArenaError
 from paceline.machine import free_memory
+from paceline.memory import segment
 
 NO_DESCRIPTOR = -1
 
@@ -38,13 +35,10 @@ class Arena:
         free = free_memory()
         if size > free and not sparse:
             raise ArenaError(_too_large(size, free, what))
-        descriptor = os.memfd_create("paceline-arena", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(descriptor, size) if sparse else os.posix_fallocate(descriptor, 0, size)
+            return cls.of(segment.make("arena", size, reserve=not sparse))
         except OSError as error:
-            os.close(descriptor)
             raise ArenaError(_too_large(size, free, what)) from error
-        return cls(_mapped(descriptor, size), descriptor)
 
     @classmethod
     def private(cls, size: int, device: torch.device) -> Arena:
@@ -54,19 +48,13 @@ class Arena:
     @classmethod
     def attach(cls, process: int, descriptor: int) -> Arena:
         """The segment that process number `process` holds open as `descriptor`."""
-        try:
-            own = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise ArenaError(
-                f"the shared memory of process {process} cannot be opened ({error.strerror}): "
-                "replicas of one host must run as one user and see one another's processes"
-            ) from error
-        return cls.of(own)
+        return cls.of(segment.open_held(process, descriptor))
 
     @classmethod
     def of(cls, descriptor: int) -> Arena:
         """The segment behind a descriptor, which this takes over."""
-        return cls(_mapped(descriptor, os.fstat(descriptor).st_size), descriptor)
+        memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        return cls(torch.frombuffer(memory, dtype=torch.uint8), descriptor)
 
     @property
     def size(self) -> int:
@@ -84,10 +72,6 @@ class Arena:
         if self.descriptor != NO_DESCRIPTOR:
             self._give_back()
             self.descriptor = NO_DESCRIPTOR
-
-
-def _mapped(descriptor: int, size: int) -> torch.Tensor:
-    return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
 
 
 def _too_large(size: int, free: int, what: str) -> str:

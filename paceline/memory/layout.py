@@ -89,7 +89,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FlatLayout:
     """The whole plan: slots, the chunks of the trained ones, and the sizes."""
 
     slots: tuple[Slot, ...]
@@ -104,7 +104,7 @@ class Layout:
         *,
         owners: int,
         whole_tensors: bool = False,
-    ) -> Layout:
+    ) -> FlatLayout:
         """Place `(name, tensor, group)` in the order of registration.
 
         `whole_tensors`: never cut a tensor, for optimizers that must see it whole.

@@ -24,7 +24,7 @@ import torch
 
 from paceline.errors import ArenaError
 from paceline.memory.arena import Arena
-from paceline.memory.layout import Chunk, Layout, Slot, aligned
+from paceline.memory.layout import Chunk, FlatLayout, Slot, aligned
 
 NOTES_BYTES = 1 << 20
 
@@ -43,7 +43,7 @@ class Sizes:
 class ModelArena:
     """Typed views of one model's arena."""
 
-    def __init__(self, arena: Arena, layout: Layout, sizes: Sizes) -> None:
+    def __init__(self, arena: Arena, layout: FlatLayout, sizes: Sizes) -> None:
         self.arena = arena
         self.layout = layout
         regions, total = _regions(layout, sizes)
@@ -74,7 +74,7 @@ class ModelArena:
             self._block_starts.append(self._block_starts[-1] + size)
 
     @classmethod
-    def create(cls, layout: Layout, sizes: Sizes, *, sparse: bool = False) -> ModelArena:
+    def create(cls, layout: FlatLayout, sizes: Sizes, *, sparse: bool = False) -> ModelArena:
         """In shared memory; `sparse`: what is never used takes none."""
         _, total = _regions(layout, sizes)
         what = f"{sizes.replicas} replicas of a model of {layout.bytes / 2**20:,.1f} MiB"
@@ -83,7 +83,7 @@ class ModelArena:
         return model_arena
 
     @classmethod
-    def private(cls, layout: Layout, sizes: Sizes, device: torch.device) -> ModelArena:
+    def private(cls, layout: FlatLayout, sizes: Sizes, device: torch.device) -> ModelArena:
         """For one replica alone."""
         return cls(Arena.private(_regions(layout, sizes)[1], device), layout, sizes)
 
@@ -147,11 +147,11 @@ def _marks(words: torch.Tensor) -> memoryview:
     return words.cpu().numpy().data  # of a GPU's arena this is a copy: with one replica nobody else looks
 
 
-def _description(layout: Layout) -> bytes:
+def _description(layout: FlatLayout) -> bytes:
     return json.dumps(layout.describe()).encode()
 
 
-def _description_bytes(layout: Layout) -> int:
+def _description_bytes(layout: FlatLayout) -> int:
     return 8 + len(_description(layout))
 
 
@@ -160,12 +160,12 @@ def _as_bytes(text: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
 
 
-def _undo_bytes(layout: Layout, sizes: Sizes) -> int:
+def _undo_bytes(layout: FlatLayout, sizes: Sizes) -> int:
     need = [aligned(chunk.bytes) + block for chunk, block in zip(layout.chunks, sizes.state_blocks, strict=True)]
     return aligned(max(need, default=0))
 
 
-def _regions(layout: Layout, sizes: Sizes) -> tuple[dict[str, int], int]:
+def _regions(layout: FlatLayout, sizes: Sizes) -> tuple[dict[str, int], int]:
     trained, count = layout.trained_bytes, sizes.replicas
     lengths: Sequence[tuple[str, int]] = (
         ("description", _description_bytes(layout)),

@@ -20,8 +20,9 @@ import torch
 
 from paceline.errors import ArenaError
 from paceline.machine import free_memory
+from paceline.memory import segment
 from paceline.memory.arena import Arena
-from paceline.memory.layout import Chunk, Layout
+from paceline.memory.layout import Chunk, FlatLayout
 
 _PAGE = 4096
 
@@ -29,7 +30,7 @@ _PAGE = 4096
 class ServerArena:
     """Typed views of one server's memory."""
 
-    def __init__(self, arena: Arena, layout: Layout, replicas: int) -> None:
+    def __init__(self, arena: Arena, layout: FlatLayout, replicas: int) -> None:
         self.arena = arena
         self.layout = layout
         self.replicas = replicas
@@ -46,15 +47,13 @@ class ServerArena:
         self.touched = arena.view(offsets["touched"], byte, [replicas, len(layout.slots)])
 
     @classmethod
-    def create(cls, layout: Layout, replicas: int) -> ServerArena:
+    def create(cls, layout: FlatLayout, replicas: int) -> ServerArena:
         _, total = _regions(layout, replicas)
         need, free = (1 + replicas) * layout.bytes, free_memory()
         if need > free:
             mib = [f"{size / 2**20:,.0f} MiB" for size in (layout.bytes, need, free)]
             raise ArenaError(f"{mib[0]} of parameters with {replicas} replicas need {mib[1]} and {mib[2]} is free")
-        descriptor = os.memfd_create("paceline-server", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, total)
-        return cls(Arena.of(descriptor), layout, replicas)
+        return cls(Arena.of(segment.make("server", total)), layout, replicas)
 
     @property
     def version(self) -> int:
@@ -99,7 +98,7 @@ def _rows(arena: Arena, offset: int, count: int, *, size: int) -> list[torch.Ten
     return [arena.view(offset + row * step, torch.uint8, [size]) for row in range(count)]
 
 
-def _regions(layout: Layout, replicas: int) -> tuple[dict[str, int], int]:
+def _regions(layout: FlatLayout, replicas: int) -> tuple[dict[str, int], int]:
     pages = -(-layout.bytes // _PAGE) * _PAGE
     lengths = {
         "words": 8 * (1 + len(layout.chunks)),

@@ -23,11 +23,11 @@ from torch import nn
 from paceline.errors import PacelineError, ReplicaDied, Stalled
 from paceline.exchange.board import Board, Phase
 from paceline.exchange.life import Life
+from paceline.exchange.mailboxes import Peers
 from paceline.memory.arena import Arena
-from paceline.owners.models import own_state
+from paceline.optim.models import own_state
 from paceline.serve.requests import Call, decode, encode
 from paceline.split.opening import open_cut
-from paceline.split.peers import Peers
 from paceline.split.values import Split
 
 SLATE_BYTES = 1 << 16
@@ -36,7 +36,7 @@ _COUNT_BYTES = 4
 AWAKE_S = 0.005  # after a request the next is looked for this long before a device sleeps
 
 
-class Word(enum.IntEnum):
+class SlateWord(enum.IntEnum):
     """Of the slate: what all devices see. Each has one writer at a time."""
 
     REQUEST = 0  # the last one that was made; by the caller
@@ -47,7 +47,7 @@ class Word(enum.IntEnum):
     CLEARED = 1024  # by device: the last failure after which it has thrown everything away
 
 
-class GivenUp(BaseException):
+class RequestAbandoned(BaseException):
     """Another device failed in this request. Not for a model's own `except Exception` to catch."""
 
 
@@ -68,12 +68,12 @@ class Slate:
         self._words[word] = value
 
     def fail(self, request: int, device: int, reason: str) -> None:
-        if self[Word.FAILED] < request:  # the first reason is the one that counts
+        if self[SlateWord.FAILED] < request:  # the first reason is the one that counts
             text = reason.encode(errors="replace")[: len(self._text) - 8]
             self._text[: len(text)] = text
             self._text[len(text)] = 0
-            self[Word.FAILED_AT] = device
-            self[Word.FAILED] = request
+            self[SlateWord.FAILED_AT] = device
+            self[SlateWord.FAILED] = request
 
     @property
     def reason(self) -> str:
@@ -99,7 +99,7 @@ class ServingPeers(Peers):
             nonlocal looks
             looks += 1
             if give_up and self.somebody_failed:
-                raise GivenUp
+                raise RequestAbandoned
             dead = []
             if looks % LOOKS_BETWEEN_CHECKS == 0:
                 dead = [device for device, life in self.lives.items() if not life]
@@ -118,20 +118,20 @@ class ServingPeers(Peers):
     @property
     def somebody_failed(self) -> bool:
         """A failure that this device has not cleared away yet."""
-        return self._slate[Word.FAILED] > self._slate[Word.STOPPED + self.rank]
+        return self._slate[SlateWord.FAILED] > self._slate[SlateWord.STOPPED + self.rank]
 
     def clear(self) -> None:
         """All devices call this after a failure: what was on its way is thrown away, with the request it was of."""
-        self._meet(Word.STOPPED, self._slate[Word.FAILED])
+        self._meet(SlateWord.STOPPED, self._slate[SlateWord.FAILED])
         # Everybody has stopped: no failure can be added, and nobody sends. One that had a failure of a later request
         # is still waiting for the others to have seen that one.
-        failed = self._slate[Word.STOPPED + self.rank] = self._slate[Word.FAILED]
+        failed = self._slate[SlateWord.STOPPED + self.rank] = self._slate[SlateWord.FAILED]
         for box in self._in.values():
             box.clear()
-        self.request = self._slate[Word.REQUEST]
-        self._meet(Word.CLEARED, failed)
+        self.request = self._slate[SlateWord.REQUEST]
+        self._meet(SlateWord.CLEARED, failed)
 
-    def _meet(self, word: Word, failed: int) -> None:
+    def _meet(self, word: SlateWord, failed: int) -> None:
         self._slate[word + self.rank] = failed
 
         def missing() -> list[int]:
@@ -149,7 +149,7 @@ class Device:
         self._model = model
         self._cut = open_cut(split, peers, dims)
         self._slate = slate
-        self._at = Word.PREPARED + peers.rank
+        self._at = SlateWord.PREPARED + peers.rank
 
     def answer(self, call: Call) -> Any:
         """All devices call this with the same; each gets the answer."""
@@ -170,12 +170,12 @@ class Device:
 
 def work(device: Device, peers: ServingPeers, slate: Slate, bell: int) -> None:
     """The life of every device but the caller: until the caller closes, or is no more."""
-    while _rung(bell, lambda: slate[Word.REQUEST] > peers.request or peers.somebody_failed):
-        if slate[Word.REQUEST] > peers.request:
+    while _rung(bell, lambda: slate[SlateWord.REQUEST] > peers.request or peers.somebody_failed):
+        if slate[SlateWord.REQUEST] > peers.request:
             peers.request += 1
             try:
                 device.answer(receive(peers))
-            except GivenUp:
+            except RequestAbandoned:
                 pass
             except BaseException as error:
                 slate.fail(peers.request, peers.rank, described(error))

@@ -29,12 +29,12 @@ from paceline import checkpoint
 from paceline.errors import CheckpointError, ModelError, PacelineError, ReplicaDied, Stalled, StrategyError
 from paceline.exchange.board import Board, HostWord
 from paceline.exchange.life import Life
+from paceline.exchange.mailboxes import BOX_BYTES
 from paceline.launch.cores import allowed_cores, share_of_cores
-from paceline.launch.heap import keep_memory
 from paceline.memory.arena import Arena
-from paceline.owners.models import own_state
-from paceline.serve.device import Device, GivenUp, ServingPeers, Slate, Word, described, send, work
-from paceline.split.peers import BOX_BYTES
+from paceline.memory.heap import keep_memory
+from paceline.optim.models import own_state
+from paceline.serve.device import Device, RequestAbandoned, ServingPeers, Slate, SlateWord, described, send, work
 from paceline.split.values import Layout, Split
 
 MOST_DEVICES_A_CORE = 4
@@ -139,15 +139,15 @@ class Predictor:
             self._recover(others, slate.reason)
             if self._ended is not None:
                 raise ReplicaDied(f"this predictor has ended ({self._ended}): load the model again")
-        slate[Word.REQUEST] = peers.request = slate[Word.REQUEST] + 1
+        slate[SlateWord.REQUEST] = peers.request = slate[SlateWord.REQUEST] + 1
         others.ring()
         try:
             send(call, peers)
             return self._device.answer(call)
         except ReplicaDied as error:
             raise self._over(others, str(error)) from None
-        except GivenUp:
-            reason = f"device {slate[Word.FAILED_AT]} failed: {slate.reason}"
+        except RequestAbandoned:
+            reason = f"device {slate[SlateWord.FAILED_AT]} failed: {slate.reason}"
             self._recover(others, reason)
             raise PacelineError(reason) from None
         except BaseException as error:
@@ -162,7 +162,7 @@ class Predictor:
             self._peers.clear()
         except (ReplicaDied, Stalled) as error:
             raise self._over(others, str(error)) from None
-        if {self._slate[Word.PREPARED + device] for device in range(self.devices)} not in ({0}, {1}):
+        if {self._slate[SlateWord.PREPARED + device] for device in range(self.devices)} not in ({0}, {1}):
             self._over(others, reason)  # the model could not be cut, or not everywhere
 
     def _over(self, others: _Others, reason: str) -> ReplicaDied:

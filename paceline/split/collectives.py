@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from paceline.split.peers import Group
+from paceline.exchange.mailboxes import DeviceGroup
 
 
 class _Copied(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: DeviceGroup) -> torch.Tensor:
         ctx.group = group
         return x.view_as(x)
 
@@ -29,7 +29,7 @@ class _Copied(torch.autograd.Function):
 
 class _Reduced(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: DeviceGroup) -> torch.Tensor:
         return group.all_reduce(x)
 
     @staticmethod
@@ -39,7 +39,7 @@ class _Reduced(torch.autograd.Function):
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: DeviceGroup, dim: int) -> torch.Tensor:
         parts = group.exchange(x)
         ctx.dim, ctx.length = dim, x.size(dim)
         ctx.start = sum(part.size(dim) for part in parts[: group.index])
@@ -52,7 +52,7 @@ class _Gathered(torch.autograd.Function):
 
 class _Sliced(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int, bounds: Sequence[int]) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: DeviceGroup, dim: int, bounds: Sequence[int]) -> torch.Tensor:
         ctx.group, ctx.dim = group, dim
         start, stop = bounds[group.index], bounds[group.index + 1]
         return x.narrow(dim, start, stop - start).contiguous()
@@ -62,19 +62,19 @@ class _Sliced(torch.autograd.Function):
         return ctx.group.all_gather(dy, ctx.dim), None, None, None
 
 
-def copied(x: torch.Tensor, group: Group) -> torch.Tensor:
+def copied(x: torch.Tensor, group: DeviceGroup) -> torch.Tensor:
     return _Copied.apply(x, group) if group.count > 1 else x  # type: ignore[no-untyped-call]
 
 
-def reduced(x: torch.Tensor, group: Group) -> torch.Tensor:
+def reduced(x: torch.Tensor, group: DeviceGroup) -> torch.Tensor:
     return _Reduced.apply(x, group) if group.count > 1 else x  # type: ignore[no-untyped-call]
 
 
-def gathered(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
+def gathered(x: torch.Tensor, group: DeviceGroup, dim: int) -> torch.Tensor:
     return _Gathered.apply(x, group, dim) if group.count > 1 else x  # type: ignore[no-untyped-call]
 
 
-def sliced(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
+def sliced(x: torch.Tensor, group: DeviceGroup, dim: int) -> torch.Tensor:
     """This device's part of `x`, which all have."""
     if group.count == 1:
         return x

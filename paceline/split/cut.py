@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from paceline.errors import ModelError
-from paceline.split.peers import Peers
+from paceline.exchange.mailboxes import Peers
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 Check = Callable[[Any], float]
@@ -24,7 +24,7 @@ Example = tuple[tuple[Any, ...], dict[str, Any]]  # what the model is called wit
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """What one device has to do with a parameter (or a buffer).
 
     `index`: its part of the whole, empty for all of it; a device's parameter becomes this view.
@@ -42,8 +42,8 @@ class Part:
         return (whole.view(self.shape) if self.shape else whole)[self.index]
 
 
-WHOLE = Part()
-SAME = Part(adds=False)  # as on another device, which adds it
+WHOLE = TensorPart()
+SAME = TensorPart(adds=False)  # as on another device, which adds it
 
 
 class Cut:
@@ -64,7 +64,7 @@ class Cut:
         Parameters are whole still; afterwards they become the views that `part_of` says."""
         raise NotImplementedError
 
-    def part_of(self, name: str) -> Part:
+    def part_of(self, name: str) -> TensorPart:
         """After `prepare`: of a parameter or buffer, by its (first) name in the model."""
         raise NotImplementedError
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from paceline.exchange.mailboxes import Peers
 from paceline.split.cut import Cut
-from paceline.split.peers import Peers
 from paceline.split.values import Layout, Split, Stages, Tiles
 
 

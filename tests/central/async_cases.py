@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import paceline as pl
-from paceline.launch.place import PLACE_VARIABLE, find_place
+from paceline.place import PLACE_VARIABLE, find_place
 from paceline.rules import Async, Rule, Sync
 
 WORK_S = 0.08  # of one of several equal replicas

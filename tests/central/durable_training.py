@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import paceline as pl
-from paceline.central.client import Client
-from paceline.launch.place import find_place
+from paceline.central.client.client import Client
+from paceline.place import find_place
 
 BATCH = 12
 

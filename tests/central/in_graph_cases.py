@@ -17,8 +17,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import paceline as pl
-from paceline.central.in_graph import ReplicaBatches
-from paceline.passes import MicroBatches
+from paceline.central.replica.in_graph import ReplicaBatches
+from paceline.loop.passes import MicroBatches
 from paceline.rules import Async, Rule, Sync
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))

@@ -21,8 +21,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.central.chief import Chief
-from paceline.central.tickets import Close, End, Outcome, Wait, Work
+from paceline.central.chief.chief import Chief
+from paceline.central.chief.tickets import Close, End, Outcome, Wait, Work
 from paceline.errors import CheckpointError, DataError, PacelineError
 from paceline.rules import Async, Rule, Sync
 

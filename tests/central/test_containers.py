@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 import paceline as pl
-from paceline.central.reader import Reader
-from paceline.central.server import Server
+from paceline.central.client.reader import Reader
+from paceline.central.server.server import Server
 from paceline.errors import PacelineError
-from paceline.launch.place import PLACE_VARIABLE, Place, ServersPlace
+from paceline.place import PLACE_VARIABLE, Place, ServersPlace
 from paceline.rules import Async, Rule, Sync
 from paceline.strategy import Centralized
 

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.central.journal import Journal
-from paceline.central.records import AnyRecord, Made, Members, Pushed, RuleSet, TaskResult
-from paceline.central.tickets import Accepted, Close
+from paceline.central.chief.tickets import Accepted, Close
+from paceline.central.durability.journal import Journal
+from paceline.central.wire.records import AnyRecord, Made, MembersChanged, Pushed, RuleSet, TaskResult
 from paceline.errors import CheckpointError, PacelineError
 from paceline.rules import Async
 
@@ -26,7 +26,7 @@ RECORDS: list[tuple[AnyRecord, bytes]] = [
     (Made(close=CLOSE, options=[{"lr": 0.1, "betas": [0.9, None]}], scale=0.25, chapter=(60, 12, 0)), b""),
     (TaskResult(name="evaluation 1", values=[1.5, float("inf")]), b""),
     (RuleSet(rule=Async(bound=3, stale="scale")), b""),
-    (Members(members={0: 1, 3: 5}), b""),
+    (MembersChanged(members={0: 1, 3: 5}), b""),
 ]
 
 

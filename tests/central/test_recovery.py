@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.central.container import Container
-from paceline.central.journal import Journal
-from paceline.central.keeping import waiting
-from paceline.central.protocol import Ask, Report, Settings, Settled, Task, TaskDone, Ticket
-from paceline.central.records import Pushed
-from paceline.central.recovery import keep, recover
+from paceline.central.container.container import Container
+from paceline.central.container.steps import ContainerTraining
+from paceline.central.durability.journal import Journal
+from paceline.central.durability.recovery import keep, recover
+from paceline.central.durability.snapshot import waiting
 from paceline.central.shards import describe, plain_options
-from paceline.central.steps import Steps
-from paceline.central.tables import Rows, TableSpec
+from paceline.central.tables.tables import Rows, TableSpec
+from paceline.central.wire.protocol import Ask, Report, Settings, Settled, Task, TaskDone, Ticket
+from paceline.central.wire.records import Pushed
 from paceline.errors import CheckpointError, PacelineError
 from paceline.rules import Async, Rule, Sync
 
@@ -46,7 +46,7 @@ class Training:
         settings = Settings(replicas=2, rule=rule, durability=self.durability, timeout_s=self.timeout_s)
         self.folder = folder
         self.container = Container(self.name, spec, 0, settings)
-        self.steps = Steps(self.container, [])
+        self.steps = ContainerTraining(self.container, [])
         self.keep(**how)
         self.steps.describe([("mean", torch.zeros(3)), ("count", torch.zeros((), dtype=torch.int64))], [])
         self.chance = torch.Generator().manual_seed(3)

@@ -18,16 +18,16 @@ from conftest import Run, Start
 from test_recovery import Training, killed_at_once
 from test_server_faults import END_S, SCRIPT, check_end, check_nothing_left, kills
 
-from paceline.central import peer_journal
-from paceline.central import protocol as p
-from paceline.central.keeper import Copy, Keeper
-from paceline.central.keeping import waiting
-from paceline.central.peer_journal import Link, PeerJournal
-from paceline.central.records import Made, Pushed
-from paceline.central.recovery import keep, recover
-from paceline.central.server import Server
+from paceline.central.chief.tickets import Accepted, Close
+from paceline.central.durability import peer_journal
+from paceline.central.durability.backup import Backup, KeptShare
+from paceline.central.durability.peer_journal import Link, PeerJournal
+from paceline.central.durability.recovery import keep, recover
+from paceline.central.durability.snapshot import waiting
+from paceline.central.server.server import Server
 from paceline.central.shards import plain_options
-from paceline.central.tickets import Accepted, Close
+from paceline.central.wire import protocol as p
+from paceline.central.wire.records import Made, Pushed
 from paceline.errors import PacelineError, StrategyError
 from paceline.rules import Async, Sync
 from paceline.strategy import Centralized
@@ -45,7 +45,7 @@ class Next:
         self._thread.start()
 
     def forgets(self) -> None:
-        self.server.keeper = Keeper()
+        self.server.keeper = Backup()
 
     def close(self) -> None:
         self.server.stop()
@@ -221,7 +221,7 @@ def test_what_was_acknowledged_is_given_back_also_if_the_copy_has_not_gone_throu
     training = train(Async())
     training.train(2)
     ticket = training.ask(1)
-    monkeypatch.setattr(Copy, "settle", lambda self: None)
+    monkeypatch.setattr(KeptShare, "settle", lambda self: None)
     training.push(1, ticket)
     gradient = training.container.arena.gradients[1].clone()
     training.killed()

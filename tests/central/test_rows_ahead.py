@@ -11,9 +11,9 @@ import torch
 from conftest import Run, Start
 from torch import nn
 
-from paceline.central.embedding import Found, Lookup
-from paceline.central.inputs import CREDIT, Inputs, tensors_of
-from paceline.central.rows_ahead import RowsAhead
+from paceline.central.tables.embedding import Found, Lookup
+from paceline.central.tables.inputs import CREDIT, Inputs, tensors_of
+from paceline.central.tables.rows_ahead import RowsAhead
 from paceline.errors import PacelineError
 
 CASES = Path(__file__).with_name("rows_cases.py")

@@ -10,7 +10,7 @@ import pytest
 from checksum import largest_difference
 from conftest import Run, Start
 
-from paceline.central.recovery import recover
+from paceline.central.durability.recovery import recover
 
 SCRIPT = Path(__file__).parent / "durable_training.py"
 LOG = "--servers 2 --durability log --max-restarts 100"
@@ -54,7 +54,7 @@ def check_nothing_left(run: Run) -> None:
     servers = {event["pid"] for event in run.events if event["event"] == "server started"}
     assert len(servers) >= 2
     for process in psutil.process_iter(["pid", "cmdline"]):
-        left = process.info["pid"] in servers and "paceline.central.process" in (process.info["cmdline"] or [])
+        left = process.info["pid"] in servers and "paceline.central.server.process" in (process.info["cmdline"] or [])
         assert not left, process
 
 

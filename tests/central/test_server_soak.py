@@ -38,7 +38,7 @@ def kill_one(run: Run, chance: random.Random) -> None:
     """Any server, or any replica, whatever it is doing; servers as often as replicas."""
     with contextlib.suppress(psutil.NoSuchProcess):  # ended while we looked
         children = psutil.Process(run.process.pid).children()
-        kind = chance.choice(["paceline.central.process", "paceline.launch.replica"])
+        kind = chance.choice(["paceline.central.server.process", "paceline.launch.replica"])
         meant = [child for child in children if kind in child.cmdline()]
         if meant:
             chance.choice(meant).kill()

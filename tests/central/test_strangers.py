@@ -24,27 +24,27 @@ from hypothesis import strategies as st
 from torch import nn
 
 from paceline import __version__
-from paceline.central import protocol as p
-from paceline.central import server as server_module
-from paceline.central import steps as steps_module
-from paceline.central.chief import Chief
-from paceline.central.client import Client, Servers
-from paceline.central.coding import Coding
-from paceline.central.connection import Connection
-from paceline.central.container import Container
-from paceline.central.keeping import whole
-from paceline.central.raw import entries_of
-from paceline.central.reader import Reader
-from paceline.central.records import Made, Members, Pulled, Pushed, RowsPut, RuleSet, TaskResult
-from paceline.central.server import Server
+from paceline.central.chief.chief import Chief
+from paceline.central.chief.tickets import Accepted, Close
+from paceline.central.client.client import Client, ServerAddresses
+from paceline.central.client.reader import Reader
+from paceline.central.container.container import Container
+from paceline.central.container.container import steps as steps_module
+from paceline.central.container.steps import ContainerTraining
+from paceline.central.durability.snapshot import whole
+from paceline.central.server.server import Server
+from paceline.central.server.server import server as server_module
 from paceline.central.shards import Shards, describe
-from paceline.central.steps import Steps
-from paceline.central.tables import TableSpec
-from paceline.central.tickets import Accepted, Close
+from paceline.central.tables.tables import TableSpec
+from paceline.central.wire import protocol as p
+from paceline.central.wire.coding import Coding
+from paceline.central.wire.connection import Connection
+from paceline.central.wire.records import Made, MembersChanged, PulledCopy, Pushed, RowsPut, RuleSet, TaskResult
+from paceline.central.wire.tensor_bytes import entries_of
 from paceline.cli.keys import make_certificate, make_keys
 from paceline.errors import PacelineError, SecurityError, Stalled
-from paceline.exchange.frames import MAGIC, PROTOCOL, Channel
-from paceline.exchange.secure import Keys
+from paceline.net.frames import MAGIC, PROTOCOL, Channel
+from paceline.net.secure import Keys
 from paceline.rules import Sync
 
 TOKEN = "a token that nobody can guess"
@@ -207,7 +207,7 @@ def test_a_client_learns_what_is_wrong(keys: Path) -> None:
 def test_a_peer_of_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with running() as server:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("paceline.central.connection.__version__", "9.9")
+            patch.setattr("paceline.central.wire.connection.__version__", "9.9")
             assert f"this server runs Paceline {__version__} and the client 9.9" in told(server)
         with socket.create_server(("127.0.0.1", 0)) as listener:  # a server that speaks the next protocol
 
@@ -228,7 +228,7 @@ def test_a_peer_of_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_server_that_is_not_there_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.central.reader.FIRST_CONTACT_S", 0.5)
+    monkeypatch.setattr("paceline.central.client.reader.FIRST_CONTACT_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
     with pytest.raises(Stalled, match=r"waited 0.5 s for the server at .*: it cannot be reached \(Connection refused"):
@@ -397,11 +397,11 @@ def sensible(address: str) -> list[tuple[Any, int]]:
         (p.PutRows(container="fuzz", table=0, start=1, rows=2, key="momentum_buffer", steps=3), 32),
         (p.Task(**about, name="evaluation", length=7), 0),
         (p.TaskDone(**about, name="evaluation", part=0, values=[1.0]), 0),
-        (p.Buffers(container="fuzz"), 0),
+        (p.ReadBuffers(container="fuzz"), 0),
         (p.Describe(container="fuzz"), 0),
         (p.Freeze(container="fuzz"), 0),
         *(
-            (p.Frozen(container="fuzz", number=1, what=what), 0)
+            (p.ReadFrozen(container="fuzz", number=1, what=what), 0)
             for what in ("parameters", "state", "extras", "table 0")
         ),
         (p.Thaw(container="fuzz", number=1), 0),
@@ -432,7 +432,7 @@ def kept(named: list[tuple[str, nn.Parameter, int]], optimizer: torch.optim.Opti
     spec = describe(named, optimizer, 2, [TableSpec("rows", 10, 4, 0, True)])
     container = Container("fuzz", spec, 0, p.Settings(replicas=2, durability="replica"))
     container.addresses = ["127.0.0.1:1", "127.0.0.1:2"]
-    steps = Steps(container, [])
+    steps = ContainerTraining(container, [])
     steps.chief.begin(0, 8, 4, 0)
     tensors, notes = whole(container)
     of_chief = steps.whole()[1]
@@ -441,11 +441,11 @@ def kept(named: list[tuple[str, nn.Parameter, int]], optimizer: torch.optim.Opti
     records = [
         Pushed(replica=0, incarnation=1, ticket=1, untouched=[], rows=[1]),
         RowsPut(table=0, key="", start=1, steps=3),
-        Pulled(replica=0),
+        PulledCopy(replica=0),
         Made(close=close, options=spec.optimizer.groups, scale=1.0, chapter=(8, 4, 0)),
         TaskResult(name="evaluation", values=[1.0]),
         RuleSet(rule=Sync(2)),
-        Members(members={0: 1}),
+        MembersChanged(members={0: 1}),
     ]
     lengths = [container.bytes + 8 + 16, 32, container.bytes, 0, 0, 0, 0]
     snapshot = p.KeepWhole(
@@ -553,7 +553,7 @@ def test_no_request_brings_a_server_down(monkeypatch: pytest.MonkeyPatch) -> Non
         client = Client(
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),
-            Servers([server.address], "untouched", TOKEN),
+            ServerAddresses([server.address], "untouched", TOKEN),
             p.Settings(replicas=1),
             replica=0,
             incarnation=1,

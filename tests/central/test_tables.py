@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from paceline.central.embedding import find_tables
 from paceline.central.shards import plain_options, restored_options
-from paceline.central.tables import Dealt, Rows, Table, TableSpec
+from paceline.central.tables.embedding import find_tables
+from paceline.central.tables.tables import Dealt, Rows, Table, TableSpec
 from paceline.errors import ArenaError, ModelError
 
 ROWS, WIDTH = 11, 3

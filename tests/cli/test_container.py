@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from paceline.central.client import Client, Servers
-from paceline.central.protocol import Settings
-from paceline.central.server import Server
+from paceline.central.client.client import Client, ServerAddresses
+from paceline.central.server.server import Server
+from paceline.central.wire.protocol import Settings
 from paceline.cli import main
 from paceline.errors import PacelineError
 
@@ -50,7 +50,7 @@ def server(tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch) ->
 def made(server: Server, name: str, model: nn.Module) -> Client:
     optimizer = torch.optim.Adam(model.parameters())
     return Client(
-        model, optimizer, Servers([server.address], name, TOKEN), Settings(replicas=1), replica=0, incarnation=1
+        model, optimizer, ServerAddresses([server.address], name, TOKEN), Settings(replicas=1), replica=0, incarnation=1
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import main
-from paceline.exchange.secure import Keys
+from paceline.net.secure import Keys
 
 MAIN = "import sys; from paceline.cli import main; sys.exit(main())"
 

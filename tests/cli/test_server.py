@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from conftest import MAIN, Start
 
-from paceline.central.reader import Reader
+from paceline.central.client.reader import Reader
 from paceline.cli import main
-from paceline.exchange.secure import read_token
+from paceline.net.secure import read_token
 
 TRAIN = """
 import argparse, json, torch, torch.nn.functional as F, paceline as pl

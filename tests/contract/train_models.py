@@ -18,7 +18,7 @@ from checksum import checksum
 from models import MODELS
 
 import paceline as pl
-from paceline.launch.place import PLACE_VARIABLE, Place, Recording, find_place
+from paceline.place import PLACE_VARIABLE, Place, Recording, find_place
 from paceline.strategy import devices_of
 
 EPOCHS = 2

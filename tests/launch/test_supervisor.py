@@ -29,11 +29,11 @@ PROLOGUE = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 from paceline.exchange.board import Board, HostWord, Phase, Word
-from paceline.launch.place import find_place
+from paceline.place import find_place
 
 place = find_place()
 board = Board(place.board)
-me = place.replica
+me = place.row
 
 def mark(text):
     Path(f"mark-{place.rank}").write_text(str(text))
@@ -540,8 +540,8 @@ else:
     (tmp_path / "drive.py").write_text(
         """
 from pathlib import Path
-from paceline.launch.place import Place
-from paceline.launch.supervisor import Job, Supervisor
+from paceline.place import Place
+from paceline.launch.supervisor import RunJob, Supervisor
 from paceline.watch.display import PlainDisplay
 from paceline.watch.run_folder import RunFolder
 
@@ -553,7 +553,7 @@ class Display(PlainDisplay):
 
 folder = Path("run")
 folder.mkdir()
-job = Job("train.py", (), Place(replica=0, replicas=2, run_folder=str(folder.resolve())), stall_s=0.4)
+job = RunJob("train.py", (), Place(row=0, rows=2, run_folder=str(folder.resolve())), stall_s=0.4)
 raise SystemExit(Supervisor(job, RunFolder(folder, print), Display()).run().exit_code)
 """
     )

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from paceline.errors import ArenaError
-from paceline.memory import Arena
+from paceline.memory.arena import Arena
 
 ATTACH = """
 import sys, torch
-from paceline.memory import Arena
+from paceline.memory.arena import Arena
 arena = Arena.attach(int(sys.argv[1]), int(sys.argv[2]))
 numbers = arena.view(64, torch.float32, [4])
 print(numbers.tolist())

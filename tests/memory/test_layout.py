@@ -4,8 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.memory import Layout, assign
-from paceline.memory.layout import ALIGNMENT, CHUNK_BYTES
+from paceline.memory.layout import ALIGNMENT, CHUNK_BYTES, FlatLayout, assign
 
 Model = list[tuple[list[int], torch.dtype, int | None]]
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -22,9 +21,9 @@ models = st.lists(
 owners = st.integers(1, 5)
 
 
-def plan(model: Model, count: int, whole: bool = False) -> Layout:
+def plan(model: Model, count: int, whole: bool = False) -> FlatLayout:
     parameters = [(f"p{i}", torch.empty(shape, dtype=dtype), group) for i, (shape, dtype, group) in enumerate(model)]
-    return Layout.plan(parameters, owners=count, whole_tensors=whole)
+    return FlatLayout.plan(parameters, owners=count, whole_tensors=whole)
 
 
 @settings(max_examples=60, deadline=None)

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from paceline.exchange.board import Board
+from paceline.exchange.mailboxes import BOX_BYTES, Peers
 from paceline.memory.arena import Arena
-from paceline.split.peers import BOX_BYTES, Peers
 
 T = TypeVar("T")
 TIMEOUT_S = 20.0

@@ -26,10 +26,10 @@ from torch import nn
 
 import paceline as pl
 from paceline.errors import CheckpointError, ModelError, PacelineError, ReplicaDied, StrategyError
+from paceline.exchange.mailboxes import Peers
 from paceline.serve import device
 from paceline.split.collectives import bounds
-from paceline.split.cut import Cut, Example, Part
-from paceline.split.peers import Peers
+from paceline.split.cut import Cut, Example, TensorPart
 from paceline.split.values import Split
 
 CASES: dict[str, Callable[[], None]] = {}
@@ -65,7 +65,7 @@ class RowsCut(Cut):
         if example[0][0].size(0) > 100:
             raise ModelError("model", "Rows", "it takes 100 samples at once")
         own = bounds(7, self.peers.count)[self.peers.rank : self.peers.rank + 2]
-        self._part = Part((slice(*own),))
+        self._part = TensorPart((slice(*own),))
         forward = model.forward
 
         def cut(x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -79,8 +79,8 @@ class RowsCut(Cut):
 
         model.forward = cut  # type: ignore[method-assign]
 
-    def part_of(self, name: str) -> Part:
-        return self._part if name.startswith("linear") else Part()
+    def part_of(self, name: str) -> TensorPart:
+        return self._part if name.startswith("linear") else TensorPart()
 
 
 def rows(devices: int = 2) -> pl.Tiles:

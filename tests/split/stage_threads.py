@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from paceline.exchange.board import Board
+from paceline.exchange.mailboxes import BOX_BYTES, Peers
 from paceline.memory.arena import Arena
 from paceline.split.cut import SAME, WHOLE, capture
-from paceline.split.peers import BOX_BYTES, Peers
 from paceline.split.stages import StagesCut
 from paceline.split.values import Stages
 

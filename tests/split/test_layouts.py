@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from paceline.errors import PacelineError
+from paceline.exchange.mailboxes import Peers
 from paceline.split.layout import LayoutCut
 from paceline.split.layout.atoms import Atom, join, leaves, regroup, size
 from paceline.split.layout.show import dims_of
-from paceline.split.peers import Peers
 from paceline.split.values import Layout
 
 # ── atoms ────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from paceline.exchange.board import Board
-from paceline.split.peers import BOX_BYTES
+from paceline.exchange.mailboxes import BOX_BYTES
 
 MOST_DEVICES = 4
 CLOSE = 1e-9  # tensors are of float64

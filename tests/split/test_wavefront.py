@@ -21,8 +21,8 @@ from torch import nn
 
 from paceline.errors import InvalidInput
 from paceline.exchange.board import Board
+from paceline.exchange.mailboxes import BOX_BYTES, DESCRIPTORS, Peers
 from paceline.memory.arena import Arena
-from paceline.split.peers import BOX_BYTES, DESCRIPTORS, Peers
 from paceline.split.values import Wavefront
 from paceline.split.wavefront import WavefrontCut
 from paceline.split.wavefront.cut import divide

@@ -21,10 +21,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.errors import InvalidInput
 from paceline.exchange.board import Board
+from paceline.exchange.mailboxes import Peers
 from paceline.memory.arena import Arena
-from paceline.owners.batchnorm import Statistics, make_exact
+from paceline.optim.batchnorm import Statistics, make_exact
 from paceline.split.cut import train
-from paceline.split.peers import Peers
 from paceline.split.tiles import TilesCut
 from paceline.split.values import Tiles
 

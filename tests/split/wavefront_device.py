@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from paceline.exchange.board import Board
+from paceline.exchange.mailboxes import Peers
 from paceline.memory.arena import Arena
-from paceline.split.peers import Peers
 from paceline.split.values import Wavefront
 from paceline.split.wavefront import WavefrontCut
 

@@ -11,12 +11,12 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from paceline.errors import ModelError, StrategyError
-from paceline.split.cut import SAME, WHOLE, Check, Cut, Example, Loss, Part
+from paceline.exchange.mailboxes import DeviceGroup, Peers
+from paceline.split.cut import SAME, WHOLE, Check, Cut, Example, Loss, TensorPart
 from paceline.split.layout.atoms import Atom, leaves
 from paceline.split.layout.dimensions import Dimensions
 from paceline.split.layout.outside import Outside
 from paceline.split.layout.plan import Axes, Planner, Usage
-from paceline.split.peers import Group, Peers
 from paceline.split.trace import Traced, tensors
 from paceline.split.values import BATCH, Layout
 
@@ -105,7 +105,7 @@ class LayoutCut(Cut):
 
     # ── parts ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def part_of(self, name: str) -> Part:
+    def part_of(self, name: str) -> TensorPart:
         dims = self._dimensions.parameters[name]
         cuts = self._axes.cuts(dims)
         summand = self._usage.summand.get(name, set())
@@ -117,10 +117,10 @@ class LayoutCut(Cut):
         atoms = [leaves(dim) for dim in dims]
         index = tuple(slice(*self._axes.range(leaf)) for dim in atoms for leaf in dim)
         shape = tuple(leaf.size for dim in atoms for leaf in dim) if any(len(dim) > 1 for dim in atoms) else ()
-        return Part(index, adds, _rank(holder, self._layout.axes), shape)
+        return TensorPart(index, adds, _rank(holder, self._layout.axes), shape)
 
 
-def _along_axes(axes: dict[str, int], peers: Peers) -> tuple[dict[str, Group], dict[str, int]]:
+def _along_axes(axes: dict[str, int], peers: Peers) -> tuple[dict[str, DeviceGroup], dict[str, int]]:
     """This device's group along every axis, and its place on each."""
     every = list(itertools.product(*(range(size) for size in axes.values())))
     mine = dict(zip(axes, every[peers.rank], strict=True))

@@ -8,18 +8,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from paceline.exchange.mailboxes import DeviceGroup
 from paceline.split.collectives import bounds, copied, gathered, reduced, sliced
-from paceline.split.peers import Group
 
 
-def take_part(x: torch.Tensor, group: Group, dim: int, whole: int, inner: int) -> torch.Tensor:
+def take_part(x: torch.Tensor, group: DeviceGroup, dim: int, whole: int, inner: int) -> torch.Tensor:
     """This device's part of a factor of a dim; `inner`: the product of the factors behind it."""
     if x.size(dim) == whole * inner and inner == 1:
         return sliced(x, group, dim)
     return sliced(_unflat(x, dim, whole, inner), group, dim + 1).flatten(dim, dim + 2)
 
 
-def put_together(x: torch.Tensor, group: Group, dim: int, part: int, inner: int) -> torch.Tensor:
+def put_together(x: torch.Tensor, group: DeviceGroup, dim: int, part: int, inner: int) -> torch.Tensor:
     """The whole of a factor of a dim, from everybody's part."""
     if x.size(dim) == part * inner and inner == 1:
         return gathered(x, group, dim)
@@ -31,7 +31,11 @@ def _unflat(x: torch.Tensor, dim: int, middle: int, inner: int) -> torch.Tensor:
 
 
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, shape: Sequence[int], groups: Sequence[Group]
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    shape: Sequence[int],
+    groups: Sequence[DeviceGroup],
 ) -> torch.Tensor:
     """x @ weight of which the input dim is in parts: every device has a summand; the bias is added once."""
     # As it is, if that will do: the gradient of a parameter may be computed where it goes, that of a view may not.
@@ -51,7 +55,7 @@ def convolve(
     bias: torch.Tensor | None,
     module: Any,
     channel_groups: int,
-    groups: Sequence[Group],
+    groups: Sequence[DeviceGroup],
 ) -> torch.Tensor:
     convolution: Any = (F.conv1d, F.conv2d, F.conv3d)[weight.dim() - 3]
     padding = module.padding
@@ -65,7 +69,9 @@ def convolve(
     return found if bias is None or not groups else found + bias.view(1, -1, *[1] * (found.dim() - 2))
 
 
-def look_up(ids: torch.Tensor, weight: torch.Tensor, module: Any, start: int, groups: Sequence[Group]) -> torch.Tensor:
+def look_up(
+    ids: torch.Tensor, weight: torch.Tensor, module: Any, start: int, groups: Sequence[DeviceGroup]
+) -> torch.Tensor:
     """Rows of a table of which this device has those from `start` on: who has a row gives it, the others zeros."""
     rows = weight.size(0)
     own = ids - start
@@ -79,7 +85,7 @@ def look_up(ids: torch.Tensor, weight: torch.Tensor, module: Any, start: int, gr
 
 
 def layer_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, whole: int, group: Group
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, whole: int, group: DeviceGroup
 ) -> torch.Tensor:
     """Over a last dim that is in parts: two sums over the devices, about as many numbers as there are samples."""
 
@@ -92,7 +98,9 @@ def layer_norm(
     return found + bias if bias is not None else found
 
 
-def dropout(x: torch.Tensor, p: float, training: bool, cuts: Sequence[tuple[int, int, int, Group]]) -> torch.Tensor:
+def dropout(
+    x: torch.Tensor, p: float, training: bool, cuts: Sequence[tuple[int, int, int, DeviceGroup]]
+) -> torch.Tensor:
     """The mask of the whole tensor is drawn, as in one process, and this device's part of it used."""
     if not training or p == 0.0:
         return x
@@ -114,7 +122,7 @@ def attend(
     value: torch.Tensor,
     module: Any,
     heads: int,
-    groups: Sequence[Group],
+    groups: Sequence[DeviceGroup],
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
     """nn.MultiheadAttention over some of the heads: `in_proj_weight` is (3, heads, width, embed) of those."""

@@ -24,11 +24,11 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from paceline.errors import ModelError
+from paceline.exchange.mailboxes import DeviceGroup
 from paceline.split.collectives import bounds, copied, reduced
 from paceline.split.layout import local
 from paceline.split.layout.atoms import Atom, Dim, leaves
 from paceline.split.layout.rules import Op, Trace, flat_dims
-from paceline.split.peers import Group
 
 Cuts = dict[Atom, str]  # atoms that are in parts, and the axis
 
@@ -36,7 +36,7 @@ Cuts = dict[Atom, str]  # atoms that are in parts, and the axis
 class Axes:
     """The mesh as this device sees it: its group along each axis, and which atoms lie along which."""
 
-    def __init__(self, groups: dict[str, Group], cuts: Cuts) -> None:
+    def __init__(self, groups: dict[str, DeviceGroup], cuts: Cuts) -> None:
         self.groups = groups
         self._cuts = cuts
 
@@ -201,7 +201,7 @@ class Planner:
 
     def _once(self, node: fx.Node, function: Any, *arguments: Any) -> fx.Node:
         """The same done to the same node for several operators is done once, right behind it."""
-        key = (node, function, *(id(a) if isinstance(a, Group) else a for a in arguments))
+        key = (node, function, *(id(a) if isinstance(a, DeviceGroup) else a for a in arguments))
         if key not in self._known:
             after = node.next
             while after.op == "placeholder":
@@ -240,7 +240,7 @@ class Planner:
                 found = self._behind(found, node, group)
         return found
 
-    def _behind(self, found: fx.Node, node: fx.Node, group: Group) -> fx.Node:
+    def _behind(self, found: fx.Node, node: fx.Node, group: DeviceGroup) -> fx.Node:
         summed = self._call(reduced, (found, group))
         found.replace_all_uses_with(summed, delete_user_cb=lambda user: user is not summed)
         self._trace.ops[summed] = self._trace.ops[node]

@@ -22,15 +22,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from paceline.errors import DataError, ModelError
-from paceline.passes import mixed
+from paceline.exchange.mailboxes import Peers
+from paceline.seeds import mixed
 from paceline.split import values
-from paceline.split.cut import SAME, WHOLE, Check, Cut, Example, Loss
-from paceline.split.cut import Part as PartOf
-from paceline.split.peers import Peers
+from paceline.split.cut import SAME, WHOLE, Check, Cut, Example, Loss, TensorPart
 from paceline.split.stages import divide, parcel
 from paceline.split.stages.batch import length_of, micro_batches, part_of
 from paceline.split.stages.measure import Measured, buffers_used, measure
-from paceline.split.stages.part import Dice, Part
+from paceline.split.stages.part import Dice, StageModule
 from paceline.split.stages.schedule import FORWARD, order
 from paceline.split.trace import Traced, tensors, trace
 
@@ -60,7 +59,7 @@ class StagesCut(Cut):
         super().__init__(peers)
         self._split = split
         self._stage, self._last = peers.rank, peers.count - 1
-        self._parts: list[Part] = []  # by way to call the model; the first is the one that was measured
+        self._parts: list[StageModule] = []  # by way to call the model; the first is the one that was measured
         self._places: list[int] = []
         self._random: list[int] = []
         self._buffers: list[str] = []
@@ -109,7 +108,7 @@ class StagesCut(Cut):
             for name in names_here:
                 self._owners.setdefault(name, self._stage_of(number, self._places))
         self._changed = {buffers[number]: self._owners.get(buffers[number], 0) for number in changed}
-        self._parts = [Part(model, traced, self._places, self._stage, self._random)]
+        self._parts = [StageModule(model, traced, self._places, self._stage, self._random)]
 
     def _measure(self, model: nn.Module, traced: Traced, leaves: list[Any], spec: TreeSpec) -> Measured:
         """On as much as a micro-batch, if it can be told which dim of the arguments is that of samples."""
@@ -137,7 +136,7 @@ class StagesCut(Cut):
     def _stage_of(number: int, places: Sequence[int]) -> int:
         return sum(place <= number for place in places)
 
-    def _part(self, leaves: Sequence[Any], spec: TreeSpec) -> Part:
+    def _part(self, leaves: Sequence[Any], spec: TreeSpec) -> StageModule:
         """This stage's part of what the model does when it is called like this."""
         for part in self._parts:
             if part.traced.fits(self._model, leaves, spec):
@@ -158,10 +157,10 @@ class StagesCut(Cut):
         random = [number for number, node in enumerate(traced.nodes) if (node.op, node.target) in drawing]
         if len(self._parts) == MOST_WAYS:
             del self._parts[1]
-        self._parts.append(Part(self._model, traced, places, self._stage, random))
+        self._parts.append(StageModule(self._model, traced, places, self._stage, random))
         return self._parts[-1]
 
-    def part_of(self, name: str) -> PartOf:
+    def part_of(self, name: str) -> TensorPart:
         if name in self._buffers:
             return WHOLE if self._owners.get(name, 0) == self._stage else SAME
         return WHOLE  # no two stages find the same: what this one finds is a summand, and mostly nothing
@@ -191,7 +190,7 @@ class StagesCut(Cut):
         torch.default_generator.manual_seed(mixed(flight.seed, -1))  # whatever was drawn in the model's last stage
         return part.output(found, self._model)
 
-    def _take(self, part: Part, leaves: Sequence[Any], flight: _Flight | None) -> dict[fx.Node, Any]:
+    def _take(self, part: StageModule, leaves: Sequence[Any], flight: _Flight | None) -> dict[fx.Node, Any]:
         found: dict[fx.Node, Any] = dict(zip(part.traced.inputs, tensors(leaves), strict=True))
         for source, nodes in part.takes.items():
             if nodes:
@@ -201,7 +200,7 @@ class StagesCut(Cut):
                     flight.taken[source] = leaves_of_graph
         return found
 
-    def _whole_forward(self, part: Part, leaves: Sequence[Any]) -> Any:
+    def _whole_forward(self, part: StageModule, leaves: Sequence[Any]) -> Any:
         found = self._take(part, leaves, None)
         part.run(found, Dice(None))
         for target, nodes in part.gives.items():

@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from paceline.errors import ModelError
-from paceline.split.peers import Peers
+from paceline.exchange.mailboxes import Peers
 
 _PLAIN = (type(None), bool, int, float, str)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from paceline.passes import mixed
+from paceline.seeds import mixed
 from paceline.split.trace import Traced
 
 
@@ -26,7 +26,7 @@ class Dice:
             torch.default_generator.manual_seed(mixed(self._seed, number))
 
 
-class Part:
+class StageModule:
     """What stage `stage` does of `traced`, which is cut at `places`."""
 
     def __init__(

@@ -105,7 +105,7 @@ class Looked:
         return {parameter for parameter, at in self._first_use.items() if at > self._last_on_tiles}
 
 
-class Course(TorchFunctionMode):
+class TiledForward(TorchFunctionMode):
     """Around a forward of the model."""
 
     def __init__(self, grid: Grid) -> None:

@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from paceline.errors import ModelError, StrategyError
-from paceline.split.cut import SAME, WHOLE, Check, Cut, Example, Loss, Part, train
-from paceline.split.peers import Group, Peers
-from paceline.split.tiles.course import Course
+from paceline.exchange.mailboxes import DeviceGroup, Peers
+from paceline.split.cut import SAME, WHOLE, Check, Cut, Example, Loss, TensorPart, train
+from paceline.split.tiles.course import TiledForward
 from paceline.split.tiles.moving import gathered
 from paceline.split.tiles.norms import TiledBatchNorm, batchnorms
 from paceline.split.tiles.tile import Grid, Tile
@@ -28,7 +28,7 @@ class TilesCut(Cut):
     def __init__(self, split: Tiles, peers: Peers) -> None:
         super().__init__(peers)
         self._split = split
-        self._course = Course(Grid(split, peers))
+        self._course = TiledForward(Grid(split, peers))
         self._norms: dict[nn.Module, TiledBatchNorm] = {}
         self._head: set[str] = set()
         self._buffers: set[str] = set()
@@ -54,7 +54,7 @@ class TilesCut(Cut):
         self._head = {name for name, parameter in model.named_parameters() if parameter in self._course.head}
         self._buffers = {name for name, _ in model.named_buffers()}
 
-    def part_of(self, name: str) -> Part:
+    def part_of(self, name: str) -> TensorPart:
         name = name.removeprefix("_orig_mod.")
         as_on_the_first = name in self._head or name in self._buffers
         return SAME if as_on_the_first and self.peers.rank else WHOLE
@@ -119,7 +119,7 @@ class TilesCut(Cut):
 
 class _Entered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, on_all: bool) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: DeviceGroup, on_all: bool) -> torch.Tensor:
         ctx.group, ctx.on_all = group, on_all
         return torch.ops.aten.alias(x)  # type: ignore[no-any-return]  # a view might forget how a single image lies
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from paceline.split.peers import Group
+from paceline.exchange.mailboxes import DeviceGroup
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Shape:
 
 
 def convolved(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group, shape: Shape
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: DeviceGroup, shape: Shape
 ) -> torch.Tensor:
     """The rows of this device, of a convolution over the tiles of the group."""
     return _Convolved.apply(x, weight, bias, group, shape)  # type: ignore[no-untyped-call, no-any-return]
@@ -46,7 +46,7 @@ def convolved(
 class _Convolved(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group, shape: Shape
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: DeviceGroup, shape: Shape
     ) -> torch.Tensor:
         for rank, first in _neighbours(group):
             group.peers.send(_edge(x, shape, first), rank)
@@ -81,7 +81,7 @@ class _Convolved(torch.autograd.Function):
         return dx, dw, db, None, None
 
 
-def _neighbours(group: Group) -> Iterator[tuple[int, bool]]:
+def _neighbours(group: DeviceGroup) -> Iterator[tuple[int, bool]]:
     """Who has the rows before this device's first one, and after its last one; and which of both."""
     if group.index > 0:
         yield group.ranks[group.index - 1], True

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from paceline.split.peers import Group
+from paceline.exchange.mailboxes import DeviceGroup
 from paceline.split.tiles.tile import Tile
 from paceline.split.tiles.windows import Range, Wants, ranges
 
@@ -51,7 +51,9 @@ def _as_laid_out(x: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
 
 class _Borrowed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, wants: Wants, value: float, pieces: Pieces) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, group: DeviceGroup, wants: Wants, value: float, pieces: Pieces
+    ) -> torch.Tensor:
         ctx.group, ctx.wants, ctx.dim = group, wants, pieces.dim
         me, dim, peers = group.index, pieces.dim, group.peers
         have, need = wants.have[me], wants.need[me]
@@ -101,9 +103,9 @@ class _Borrowed(torch.autograd.Function):
         return dx, None, None, None, None
 
 
-class _Gathered(torch.autograd.Function):
+class _TilesGathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int, length: int) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: DeviceGroup, dim: int, length: int) -> torch.Tensor:
         ctx.group, ctx.dim, ctx.length = group, dim, length
         return torch.cat([_as_laid_out(x, part) for part in group.exchange(x)], dim)
 
@@ -124,7 +126,7 @@ class _Gathered(torch.autograd.Function):
 
 class _Summed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: DeviceGroup) -> torch.Tensor:
         ctx.group = group
         return group.all_reduce(x)
 
@@ -134,7 +136,7 @@ class _Summed(torch.autograd.Function):
         return ctx.group.all_reduce(dy), None
 
 
-def summed(x: torch.Tensor, group: Group) -> torch.Tensor:
+def summed(x: torch.Tensor, group: DeviceGroup) -> torch.Tensor:
     return _Summed.apply(x, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -142,7 +144,7 @@ def gathered(tile: Tile) -> torch.Tensor:
     """The whole."""
     x = tile.local
     for axis, dim, length in reversed(list(zip(tile.course.grid.axes, tile.dims, tile.lengths, strict=True))):
-        x = _Gathered.apply(x, axis.group, dim, length)  # type: ignore[no-untyped-call]
+        x = _TilesGathered.apply(x, axis.group, dim, length)  # type: ignore[no-untyped-call]
     return x
 
 

@@ -1,6 +1,6 @@
 """Normalization by statistics of whole images: every device adds what it sees of them.
 
-BatchNorm is already done so over replicas (`owners/batchnorm.py`), and here the devices of a replica join in. GroupNorm
+BatchNorm is already done so over replicas (`optim/batchnorm.py`), and here the devices of a replica join in. GroupNorm
 and InstanceNorm are the same arithmetic with other groups of numbers: a sample's group of channels takes the place of a
 channel.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from paceline.owners.batchnorm import _ExactBatchNorm
+from paceline.optim.batchnorm import _ExactBatchNorm
 from paceline.split.tiles.tile import Tile
 
 Func = Callable[..., Any]

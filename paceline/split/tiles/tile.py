@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.errors import ModelError
-from paceline.split.peers import Group, Peers
+from paceline.exchange.mailboxes import DeviceGroup, Peers
 from paceline.split.tiles.windows import ranges
 from paceline.split.values import Tiles
 
 if TYPE_CHECKING:
-    from paceline.split.tiles.course import Course
+    from paceline.split.tiles.course import TiledForward
 
 
 class Axis:
     """One direction in which images are cut: their first spatial dim, rows, or their second one, columns."""
 
-    def __init__(self, group: Group, which: int) -> None:
+    def __init__(self, group: DeviceGroup, which: int) -> None:
         self.group = group
         self.which = which
         self.parts, self.index = group.count, group.index
@@ -50,11 +50,11 @@ class Tile(torch.Tensor):
     local: torch.Tensor
     dims: tuple[int, ...]
     lengths: tuple[int, ...]  # of the whole, along these
-    course: Course
+    course: TiledForward
 
     @staticmethod
     def __new__(
-        cls: type[Tile], local: torch.Tensor, dims: tuple[int, ...], lengths: tuple[int, ...], course: Course
+        cls: type[Tile], local: torch.Tensor, dims: tuple[int, ...], lengths: tuple[int, ...], course: TiledForward
     ) -> Tile:
         shape = list(local.shape)
         for dim, length in zip(dims, lengths, strict=True):

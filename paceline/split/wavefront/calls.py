@@ -14,9 +14,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from paceline.errors import DataError, ModelError
-from paceline.split.peers import Peers
+from paceline.exchange.mailboxes import Peers
 from paceline.split.wavefront.layers import GRU, LSTM, Layer, Relu, Tanh
-from paceline.split.wavefront.steps import Steps
+from paceline.split.wavefront.steps import TimeBlocks
 from paceline.split.wavefront.wave import Wave, waved
 
 Tensor = torch.Tensor
@@ -62,7 +62,7 @@ class Recurrent:
             )
         if not sizes:
             raise DataError("input", "empty", f"give {self._name} sequences of one step or more")
-        steps = Steps(sizes)
+        steps = TimeBlocks(sizes)
         keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *states, *weights))
         masks: list[Tensor | None] = [None] * layers
         if training and dropout:

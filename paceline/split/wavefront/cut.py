@@ -8,9 +8,9 @@ from itertools import accumulate
 from torch import nn
 
 from paceline.errors import ModelError, StrategyError
-from paceline.owners.models import own_state
-from paceline.split.cut import SAME, WHOLE, Cut, Example, Part
-from paceline.split.peers import Peers
+from paceline.exchange.mailboxes import Peers
+from paceline.optim.models import own_state
+from paceline.split.cut import SAME, WHOLE, Cut, Example, TensorPart
 from paceline.split.values import Wavefront
 from paceline.split.wavefront.calls import Recurrent
 
@@ -63,7 +63,7 @@ class WavefrontCut(Cut):
                 )
         return stacked
 
-    def part_of(self, name: str) -> Part:
+    def part_of(self, name: str) -> TensorPart:
         # Gradients of layers are with their device only; all others are the same on all.
         return WHOLE if self._device_of.get(name, 0) == self.peers.rank else SAME
 

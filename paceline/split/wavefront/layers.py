@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from paceline.split.wavefront.products import Packed
-from paceline.split.wavefront.steps import Steps
+from paceline.split.wavefront.steps import TimeBlocks
 
 Tensor = torch.Tensor
 _aten = torch.ops.aten
@@ -41,7 +41,7 @@ class Weights(NamedTuple):
 class Layer:
     """One layer's way through the blocks of one call. Kinds differ in a step, and in a step of backward."""
 
-    def __init__(self, weights: Weights, states: Sequence[Tensor], steps: Steps, *, keep: bool) -> None:
+    def __init__(self, weights: Weights, states: Sequence[Tensor], steps: TimeBlocks, *, keep: bool) -> None:
         """`states`: before the first step. `keep`: backward will follow."""
         self.weights = weights
         self._hidden = weights.hh.size(0) // self.gates

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 
-class Steps:
+class TimeBlocks:
     """How many rows each time step has.
 
     >>> steps = Steps([3, 2, 2])

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from paceline.split.peers import Peers
+from paceline.exchange.mailboxes import Peers
 from paceline.split.wavefront.layers import Layer, Weights
-from paceline.split.wavefront.steps import Steps
+from paceline.split.wavefront.steps import TimeBlocks
 
 Tensor = torch.Tensor
 
@@ -31,7 +31,7 @@ class Wave:
         peers: Peers,
         kind: type[Layer],
         own: range,
-        steps: Steps,
+        steps: TimeBlocks,
         time_block: int,
         masks: Sequence[Tensor | None],
         *,

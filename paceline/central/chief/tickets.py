@@ -1,0 +1,112 @@
+"""What the chief, the servers and the replicas say of a step: who computes what, and what becomes of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import msgspec
+
+from paceline.data.book import Runs
+
+# ── told to servers ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Accepted(msgspec.Struct, frozen=True, array_like=True):
+    """One gradient of a step: whose, over which samples, and what it counts."""
+
+    ticket: int
+    replica: int
+    weight: float
+    samples: int
+    staleness: int
+    epoch: int
+    runs: list[tuple[int, int]]
+
+
+class Close(msgspec.Struct, frozen=True):
+    """A step, as all servers have to make it."""
+
+    step: int
+    chapter: int
+    samples: int
+    loss: float
+    accepted: list[Accepted]
+    lr: float = 1.0
+    compensation: float = 0.0
+
+
+# ── told to replicas ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Work:
+    """A ticket, as its holder sees it."""
+
+    ticket: int
+    step: int  # compute on the parameters after this many steps, or on later ones
+    epoch: int
+    runs: Runs
+    part: int  # which part of the step's batch this is
+    exact: bool  # the step waits for this very ticket; else it may turn out to be late or stale
+    following: tuple[int, Runs] | None = None  # epoch and samples that this replica will most likely get next
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Nothing to do now; `why` names what is waited for."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class End:
+    """Every sample that was asked for has been counted, or the run was asked to stop."""
+
+    stop: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a ticket: the step that took it, or none; how the last step went."""
+
+    step: int | None
+    loss: float
+    samples: int
+
+
+# ── the chief's own ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(eq=False)
+class OpenTicket:
+    work: Work
+    replica: int
+    chapter: int
+    handed_at: float
+    sync: bool  # the rule under which it was handed out
+    pushed: bool = False
+    pulled: int = 0
+    loss: float = 0.0
+
+    @property
+    def samples(self) -> int:
+        return sum(map(len, self.work.runs))
+
+
+@dataclass(eq=False)
+class OpenStep:
+    """The open step of a sync rule."""
+
+    chapter: int
+    epoch: int
+    size: int  # samples of a part, for spares
+    accept: int  # how many tickets close it
+    exact: bool  # all parts of one batch, and nothing else
+    parts: deque[tuple[int, Runs]]  # not handed out
+    next_part: int
+    tickets: list[OpenTicket] = field(default_factory=list)
+    reported: list[OpenTicket] = field(default_factory=list)  # those of them that have been, in order of arrival
+
+    def of(self, replica: int) -> OpenTicket | None:
+        return next((ticket for ticket in self.tickets if ticket.replica == replica), None)

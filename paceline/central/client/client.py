@@ -1,0 +1,411 @@
+"""A replica's side of the servers: takes its place among the replicas, takes work, hands it in.
+
+How parameters get to the model is told in `pulling`, how gradients get to the servers in `pushing`, rows of tables have
+`table_rows`, and whole tensors `whole`. For each server there is a `ServerView`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.central.chief.tickets import Close
+from paceline.central.client.initial_values import InitialValues, receive
+from paceline.central.client.pulling import Pulls
+from paceline.central.client.pushing import Pushes
+from paceline.central.client.server_view import ServerAddresses, ServerView
+from paceline.central.client.table_rows import TableRows
+from paceline.central.client.whole_tensors import State, WholeTensors, read_bytes
+from paceline.central.shards import Shards, TableSpec, describe, plain_options
+from paceline.central.tables.embedding import Lookup, find_tables
+from paceline.central.wire import protocol as p
+from paceline.central.wire.connection import FIRST_CONTACT_S, Connection
+from paceline.central.wire.tensor_bytes import bytes_of
+from paceline.errors import ArenaError, ModelError
+from paceline.machine import machine_identity
+from paceline.memory.arena import Arena
+from paceline.memory.server_arena import ServerArena
+from paceline.net.frames import Channel, ConnectionLost
+from paceline.optim.gradients import GradientCollector
+from paceline.optim.models import grouped_parameters, own_state
+
+__all__ = ["Client", "ServerAddresses"]
+
+
+STILL_GOOD_S = 0.05  # so long a ticket that has come with an answer is not asked for again
+
+
+class Client:
+    """One replica of one container."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        servers: ServerAddresses,
+        settings: p.Settings,
+        *,
+        replica: int,
+        incarnation: int,
+        wire_name: str = "fp32",
+        share_memory: bool = True,
+        only_tables: bool = False,
+    ) -> None:
+        """`only_tables`: everything but sparse embeddings stays with the replica."""
+        self.model = model
+        self.optimizer = self.options_from = optimizer
+        self.replica, self.incarnation = replica, incarnation
+        self.container = servers.container
+        self._settings = settings
+        self._servers = servers
+        self._wire = wire_name
+        self._share_memory = share_memory
+        self.tables = find_tables(model)
+        listed = grouped_parameters(model, optimizer)
+        groups = {name: group for name, _, group in listed}
+        sparse = {lookup.name for lookup in self.tables}
+        named = [entry for entry in listed if entry[0] not in sparse and not only_tables]
+        specs = [_table_spec(lookup, groups[lookup.name]) for lookup in self.tables]
+        self.spec = describe(named, optimizer, len(servers.addresses), specs)
+        self.shards = Shards(self.spec)
+        parameters = {name: parameter for name, parameter, group in named if group is not None}
+        frozen = [(name, parameter) for name, parameter, group in named if group is None]
+        self._buffers = [] if only_tables else list(own_state(model).named_buffers())
+        self._checks = [zlib.crc32(bytes_of(parameters[name])) for name in self.shards.names]
+        self._sides = [self._side(number) for number in range(len(servers.addresses))]
+        for number, side in enumerate(self._sides):
+            side.connection.introduce = self._introducer(number)
+        self.chief = replica == 0
+        self.step = 0  # closed so far, as far as this replica knows
+        self._asked: p.Ask | None = None
+        self._next: p.Ticket | None = None  # what has come with the answer to the last report
+        self._settled_at = 0.0  # when that was
+        self._moving = threading.Lock()
+        self._pulls = Pulls(
+            self._sides,
+            self.shards,
+            parameters,
+            container=self.container,
+            replica=replica,
+            wire_name=wire_name,
+            timeout_s=settings.timeout_s,
+        )
+        self.rows = TableRows(self.tables, self._sides, self._pulls, self.container)
+        others = [tensor for _, tensor in (*self._buffers, *frozen)]
+        self.whole = WholeTensors(self._sides, self.shards, parameters, self.tables, others, self.container)
+        self._pushes: Pushes | None = None  # there is no place for gradients yet
+        try:
+            self._open(InitialValues(model, optimizer, parameters, self._buffers, frozen, self.container))
+        except BaseException:
+            for side in self._sides:
+                side.connection.close()
+            raise
+        self._pushes = Pushes(
+            self._sides,
+            self.shards,
+            parameters,
+            push=partial(p.Push, container=self.container, replica=replica, incarnation=incarnation, wire=wire_name),
+            replica=replica,
+            early=not self.tables,
+            announced=settings.durability != "none",
+        )
+
+    # ── opening ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def _side(self, number: int) -> ServerView:
+        return ServerView(self._connection(number, f"server {number}", FIRST_CONTACT_S), self.shards.layouts[number])
+
+    def _connection(self, number: int, name: str, first_contact_s: float | None = None) -> Connection:
+        return Connection(
+            self._servers.addresses[number],
+            token=self._servers.token,
+            keys=self._servers.keys,
+            who=f"replica {self.replica}",
+            name=name,
+            timeout_s=self._settings.timeout_s,
+            first_contact_s=first_contact_s,
+        )
+
+    def _introducer(self, number: int) -> Callable[[], None]:
+        side = self._sides[number]
+        request = p.Open(
+            container=self.container,
+            spec=self.spec,
+            settings=self._settings,
+            addresses=list(self._servers.addresses),
+            server=number,
+            replica=self.replica,
+            incarnation=self.incarnation,
+            machine=machine_identity() if self._share_memory else "apart",
+            checks=self._checks if number == 0 else [],
+        )
+
+        def introduce() -> None:
+            again = side.opened is not None
+            side.opened = side.connection.call(request, p.Opened)
+            if again:
+                self._moved(side, number)
+
+        return introduce
+
+    def _open(self, filling: InitialValues) -> None:
+        for side in self._sides:
+            side.connection.call(p.Containers(), p.Listed)  # connects, and is introduced
+            assert side.opened is not None
+            if side.opened.arena is not None:
+                side.arena = self._attach(side)
+                side.gradients = side.arena.gradients[self.replica]
+            else:
+                side.use_own_memory(self._wire)
+        first = self._sides[0].opened
+        assert first is not None
+        filled = all(side.opened is not None and side.opened.filled for side in self._sides)
+        # Before the first step somebody may still be giving the servers tables, or state.
+        if not filled or (first.step == 0 and not first.reopened):
+            self.once(p.FILL, lambda: filling.fill(self._sides, self.tables, self.whole))
+        self.step = first.step
+        if first.reopened:
+            filling.take_what_is_not_trained(self._to_chief)
+        for number in range(len(self._sides)):
+            self.rows.attach(number)
+        self.rows.connect([self._connection(number, f"server {number}") for number in range(len(self._sides))])
+
+    def _attach(self, side: ServerView) -> ServerArena:
+        while True:
+            opened = side.opened
+            assert opened is not None
+            assert opened.arena is not None
+            try:
+                return ServerArena(Arena.attach(*opened.arena), side.layout, self._settings.replicas)
+            except ArenaError:
+                side.connection.call(p.Containers(), p.Listed)
+                if side.opened is opened:
+                    raise  # it is there, and was when it said so
+
+    def _moved(self, side: ServerView, number: int) -> None:
+        """The server was started again: its memory is another one. What this replica has in it goes there too."""
+        assert side.opened is not None
+        old = side.arena
+        if old is None or side.opened.arena is None:
+            return
+        with self._moving:
+            try:
+                new = ServerArena(Arena.attach(*side.opened.arena), side.layout, self._settings.replicas)
+                if side.tables:
+                    self.rows.attach(number)
+            except ArenaError as error:
+                raise ConnectionLost("it has died again") from error
+            new.gradients[self.replica].copy_(side.gradients)
+            if self._pulls.has_copy:
+                new.pulled[self.replica].copy_(old.pulled[self.replica])
+            side.arena, side.gradients = new, new.gradients[self.replica]
+            if self._pushes is not None:
+                self._pushes.moved()
+            old.arena.close()
+            self._pulls.moved()
+
+    # ── a step ───────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _pushing(self) -> Pushes:
+        assert self._pushes is not None
+        return self._pushes
+
+    @property
+    def collector(self) -> GradientCollector:
+        return self._pushing.collector
+
+    @property
+    def pulled(self) -> int:
+        """The version of the parameters that the model points at; -1: it has to pull first."""
+        return self._pulls.pulled
+
+    def pull(self, *, sync: bool) -> None:
+        """Have the parameters as they are now. In a sync run nobody writes them while somebody computes."""
+        self._pulls.pull(sync=sync, at_least=self.step)
+
+    def expect(self, batches: Sequence[Any]) -> None:
+        """What will be computed next. Not while something is being computed."""
+        self.rows.expect(batches, self.step)
+
+    def begin(self, ticket: int | None = None) -> None:
+        """A step begins: whatever backward produces from now on belongs to it."""
+        self._pushing.begin(ticket)
+        self.rows.begin()
+
+    def begin_pass(self, batch: Any, *, is_last: bool) -> None:
+        """Forward and backward of this batch follow; `is_last`: and no more in this step."""
+        self.rows.begin_pass(batch)
+        self.collector.last_pass(is_last)
+
+    def push(self, ticket: int, used: Sequence[bool]) -> None:
+        """Leave the gradient that the collector has gathered with all servers."""
+        self.rows.end()
+        self._pushing.push(ticket, used, self.rows.take_gradients())
+
+    def abandon(self) -> None:
+        """The step will not be completed."""
+        self.rows.end()
+        self._pushing.abandon()
+
+    # ── the chief ────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _to_chief(self) -> Connection:
+        return self._sides[0].connection
+
+    def ask(
+        self, *, chapter: int, length: int, batch_size: int, left_out: int, stop_epoch: int, at_once: bool = False
+    ) -> p.Ticket | p.Ended | p.Waiting:
+        """Work in a chapter; waits for it, unless it has to be `at_once`. What comes after it is asked for with the
+        report on it."""
+        request = p.Ask(
+            container=self.container,
+            replica=self.replica,
+            incarnation=self.incarnation,
+            chapter=chapter,
+            length=length,
+            batch_size=batch_size,
+            left_out=left_out,
+            stop_epoch=stop_epoch,
+            at_once=at_once,
+        )
+        coming, self._next = self._next, None
+        # After a pause it may be late already, or of a chief that has died since: then the chief is asked whether not.
+        if coming is not None and request == self._asked and time.monotonic() - self._settled_at < STILL_GOOD_S:
+            return coming
+        self._asked = None if at_once else request
+        if at_once:
+            kinds = (p.Ticket, p.Ended, p.Waiting)
+            answer: p.Ticket | p.Ended | p.Waiting = self._to_chief.call(request, kinds, read=self._take_buffers)
+        else:
+            answer = self._to_chief.wait(request, (p.Ticket, p.Ended), read=self._take_buffers)
+        if not isinstance(answer, p.Waiting):
+            self.step = max(self.step, answer.step)
+        return answer
+
+    def _take_buffers(self, channel: Channel[p.Reply], length: int) -> None:
+        if length:
+            receive(channel, self._buffers)
+
+    def report(self, ticket: int, loss: float) -> p.Settled | p.Ticket:
+        request = p.Report(
+            container=self.container,
+            replica=self.replica,
+            incarnation=self.incarnation,
+            ticket=ticket,
+            pulled=self._pulls.version,
+            loss=loss,
+            options=[plain_options(group) for group in self.options_from.param_groups],
+            ask=self._asked,
+        )
+        buffers = [bytes_of(buffer) for _, buffer in self._buffers]
+        answer: p.Settled | p.Ticket = self._to_chief.wait(
+            request, (p.Settled, p.Ticket), body=lambda: buffers, read=self._take_buffers
+        )
+        if isinstance(answer, p.Settled):
+            self.step, self.chief, self._next = answer.step, answer.chief, answer.next
+            self._settled_at = time.monotonic()
+            self._pushing.settle(accepted=answer.accepted is not None)
+        return answer
+
+    def give_back(self, timeout_s: float | None = None) -> None:
+        """Something else is done before the ticket that has come with the last report: others may need its samples."""
+        ticket, self._next = self._next, None
+        if ticket is not None:
+            mine = {"container": self.container, "replica": self.replica, "incarnation": self.incarnation}
+            self._to_chief.call(p.GiveBack(**mine, ticket=ticket.ticket), p.Done, timeout_s=timeout_s)  # type: ignore[arg-type]
+
+    def task(self, name: str, length: int, work: Callable[[range], list[float]]) -> list[float]:
+        """Do parts of a task until it is done, by whomever; its result."""
+        self.give_back()
+        mine = {"container": self.container, "replica": self.replica, "incarnation": self.incarnation, "name": name}
+        while True:
+            answer = self._to_chief.wait(p.Task(**mine, length=length), (p.TaskPart, p.Result))  # type: ignore[arg-type]
+            if isinstance(answer, p.Result):
+                self.chief = answer.chief
+                return list(answer.values)
+            values = work(range(answer.start, answer.stop))
+            self._to_chief.call(p.TaskDone(**mine, part=answer.part, values=values), p.Done)  # type: ignore[arg-type]
+
+    def once(self, name: str, act: Callable[[], None]) -> None:
+        """One replica acts, whichever comes first; the others wait for it."""
+
+        def work(_: range) -> list[float]:
+            act()
+            return []
+
+        self.task(name, 1, work)
+
+    def set_rule(self, rule: Any) -> None:
+        self.give_back()  # it was for a step under the rule before
+        self._to_chief.call(p.SetRule(container=self.container, rule=rule), p.Done)
+
+    def accepting(self) -> int:
+        """How many gradients make a step now."""
+        return int(self._to_chief.call(p.Describe(container=self.container), p.Described).accepting)
+
+    def request_stop(self) -> None:
+        self._to_chief.call(p.Stop(container=self.container), p.Done)
+
+    def notes(self) -> bytes:
+        """The chief's books."""
+        return bytes(read_bytes(self._to_chief, p.Notes(container=self.container))[1])
+
+    def restore(self, parameters: dict[str, torch.Tensor], states: dict[str, State], step: int, chief: bytes) -> None:
+        """Give all servers these values, and the chief its books."""
+        self.whole.restore(parameters, states, step, chief)
+        self.step = step
+
+    # ── steps that somebody else decides ─────────────────────────────────────────────────────────────────
+
+    def steps_made(self) -> int:
+        """By the servers, so far."""
+        listed: p.Listed = self._to_chief.call(p.Containers(), p.Listed)
+        return next(container.step for container in listed.containers if container.name == self.container)
+
+    def measure(self, close: Close) -> float:
+        """The squared length of that step's gradient."""
+        options = [plain_options(group) for group in self.optimizer.param_groups]
+        request = p.Apply(container=self.container, close=close, options=options, measure=True)
+        return float(sum(side.connection.call(request, p.SquaredNorm).squared for side in self._sides))
+
+    def make(self, close: Close, scale: float) -> None:
+        """Have all servers make that step, unless they have."""
+        options = [plain_options(group) for group in self.optimizer.param_groups]
+        request = p.Apply(container=self.container, close=close, options=options, scale=scale)
+        for side in self._sides:
+            side.connection.call(request, p.Done)
+
+    # ── ending ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def leave(self) -> None:
+        request = p.Leave(container=self.container, replica=self.replica, incarnation=self.incarnation)
+        self._to_chief.call(request, p.Done, timeout_s=5.0)
+
+    def give_up(self) -> None:
+        """From any thread: whoever waits for a server fails."""
+        self.rows.give_up()
+        for side in self._sides:
+            side.connection.give_up()
+
+    def close(self) -> None:
+        self._next = None  # whoever is gone has nothing any more
+        self._pushing.close()
+        self.rows.close()
+        for side in self._sides:
+            side.close()
+
+
+def _table_spec(lookup: Lookup, group: int | None) -> TableSpec:
+    if group is None:
+        raise ModelError("model", lookup.name, "the optimizer does not have it; give it all parameters of the model")
+    return TableSpec(lookup.name, lookup.rows, lookup.width, group, lookup.module.weight.is_meta)

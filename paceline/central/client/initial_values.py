@@ -1,0 +1,87 @@
+"""What a container begins with: a new one with the values of the replica that comes first, and the model of a later run
+with what an earlier one has left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.central.client.server_view import ServerView
+from paceline.central.client.whole_tensors import WholeTensors
+from paceline.central.tables.embedding import Lookup
+from paceline.central.wire import protocol as p
+from paceline.central.wire.connection import Connection
+from paceline.central.wire.tensor_bytes import bytes_of, entries_of
+from paceline.net.frames import Channel
+from paceline.optim.models import own_state
+
+Named = Sequence[tuple[str, torch.Tensor]]
+
+
+class InitialValues:
+    """One replica's values."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        parameters: Mapping[str, torch.Tensor],
+        buffers: Named,
+        frozen: Named,
+        container: str,
+    ) -> None:
+        """`frozen`: parameters that are not trained."""
+        self._model, self._optimizer = model, optimizer
+        self._parameters = parameters
+        self._buffers, self._frozen = buffers, frozen
+        self._container = container
+
+    def fill(self, sides: Sequence[ServerView], tables: Sequence[Lookup], whole: WholeTensors) -> None:
+        """Give all servers this replica's values."""
+        for number, side in enumerate(sides):
+            is_chief = number == 0
+            extras = [*self._buffers, *self._frozen] if is_chief else []
+            body = [bytes_of(whole.flat(number, self._parameters)), *(bytes_of(tensor) for _, tensor in extras)]
+            request = p.Fill(
+                container=self._container,
+                buffers=entries_of(self._buffers) if is_chief else [],
+                frozen=entries_of(self._frozen) if is_chief else [],
+                keys=self._keys() if is_chief else [],
+            )
+            side.connection.call(request, p.Done, body=lambda body=body: body)  # type: ignore[misc]
+        # What the user's optimizer holds from the start, as Adagrad does.
+        given = self._optimizer.state
+        states = {name: dict(given[own]) for name, own in self._parameters.items() if given.get(own)}
+        if states:
+            whole.restore(self._parameters, states, 0, b"")
+        for lookup in tables:
+            if not lookup.module.weight.is_meta:
+                whole.put_rows(lookup.number, "", lookup.module.weight.detach())
+
+    def _keys(self) -> list[tuple[str, str]]:
+        """The keys of the model's state_dict, and which tensor each is: a tied one has several."""
+        own = own_state(self._model)
+        names = {id(tensor): name for name, tensor in (*own.named_buffers(), *own.named_parameters())}
+        held = own.state_dict(keep_vars=True).items()
+        return [(key, names[id(value)]) for key, value in held if id(value) in names]
+
+    def take_what_is_not_trained(self, chief: Connection) -> None:
+        """The model goes on with what an earlier run has left: also where nothing is trained."""
+        for frozen, tensors in ((False, self._buffers), (True, self._frozen)):
+
+            def read(channel: Channel[p.Reply], length: int, tensors: Named = tensors) -> None:
+                if length:
+                    receive(channel, tensors)
+
+            chief.call(p.ReadBuffers(container=self._container, frozen=frozen), p.Tensors, read=read)
+
+
+def receive(channel: Channel[p.Reply], tensors: Named) -> None:
+    """New values of these, one after another."""
+    for _, tensor in tensors:
+        received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        channel.read_body(bytes_of(received))
+        tensor.detach().copy_(received)

@@ -1,0 +1,165 @@
+"""Parameters on their way to a replica: where the model points, and what a pull does.
+
+Most parameters lie in one piece on one server, and the model points there. One that is cut between servers has memory
+of its own, into which every pull copies its pieces.
+
+A pull is complete before anything is computed. The front layers arrive first, and a forward could begin with them; but
+a model may use any parameter at any time and outside of the module that holds it (a penalty in the loss, tied or
+computed weights, a compiled graph), and nothing tells us so without a look at every operation. Too early a read would
+be a wrong number that nobody notices.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+
+from paceline.central.client.server_view import ServerView, as_one, server_of_all, slot_of
+from paceline.central.jobs import together
+from paceline.central.shards import ShardPart, Shards
+from paceline.central.wire import protocol as p
+from paceline.central.wire.coding import Coding
+from paceline.central.wire.tensor_bytes import bytes_of
+from paceline.errors import Stalled
+from paceline.memory.heap import give_memory_back
+from paceline.net.frames import Channel
+
+# How parameters travel when gradients are coded so: coarser than 16 bits would be a different model.
+PARAMETER_WIRE = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "int8": "fp16"}
+PAUSE_S = 0.01  # between two looks at a server's memory
+
+
+class Pulls:
+    """The parameters of one replica's model."""
+
+    def __init__(
+        self,
+        sides: Sequence[ServerView],
+        shards: Shards,
+        parameters: Mapping[str, torch.Tensor],
+        *,
+        container: str,
+        replica: int,
+        wire_name: str,
+        timeout_s: float,
+    ) -> None:
+        self._sides = sides
+        self._shards = shards
+        self._parameters = parameters
+        self._container, self._replica = container, replica
+        self._wire = PARAMETER_WIRE[wire_name]
+        self._timeout_s = timeout_s
+        self.version = -1  # of the parameters that the model has
+        self.sync = True  # the rule under which they were pulled
+        self._elsewhere = False  # a server was started again, and has other memory than the model points at
+        self._live: bool | None = None  # whether the model points at the servers' own memory
+        self._cut: list[
+            tuple[torch.Tensor, Sequence[ShardPart]]
+        ] = []  # parameters in several places, and where those are
+
+    @property
+    def pulled(self) -> int:
+        """The version of the parameters that the model points at; -1: it has to pull first."""
+        return -1 if self._elsewhere else self.version
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether the model points at this replica's copy, in the memory of the servers."""
+        return self._live is False
+
+    def moved(self) -> None:
+        """A server has other memory now."""
+        self._live, self._elsewhere = None, True
+
+    def uses_older(self, version: int) -> None:
+        """Something that was computed with is older than the parameters."""
+        self.version = min(self.version, version)
+
+    def pull(self, *, sync: bool, at_least: int) -> None:
+        """Have the parameters as they are now. In a sync run nobody writes them while somebody computes."""
+        versions = [0] * len(self._sides)
+
+        def pull_from(number: int) -> None:
+            side = self._sides[number]
+            if side.arena is None:
+                versions[number] = self._pull_over_tcp(side, at_least)
+            else:
+                versions[number] = self._pull_shared(side, at_least, copy=not sync)
+
+        apart = [number for number, side in enumerate(self._sides) if side.arena is None]
+        for number in set(range(len(self._sides))) - set(apart):
+            pull_from(number)
+        if apart:
+            together([partial(pull_from, number) for number in apart])
+        live = sync and not apart
+        self._point(live=live)
+        for own, parts in self._cut:
+            for part in parts:
+                side = self._sides[part.server]
+                own[part.start : part.stop] = slot_of(self._seen(side, live=live), side.layout, part.slot)
+        self.version, self._elsewhere, self.sync = min(versions), False, sync
+
+    def _pull_shared(self, side: ServerView, at_least: int, *, copy: bool) -> int:
+        """The version that lies in the memory of a server, after it was copied to this replica's place.
+
+        If it is not what it should be, the server is asked: when it was started again, its memory is another one.
+        """
+        give_up = time.monotonic() + self._timeout_s
+        while True:
+            arena = side.arena
+            assert arena is not None
+            if (version := arena.version) >= at_least:
+                found = arena.copy_parameters(arena.pulled[self._replica]) if copy else version
+                if found is not None:
+                    return found
+            if time.monotonic() > give_up:
+                raise Stalled(
+                    f"replica {self._replica} waited {self._timeout_s:g} s for {side.connection.name} to "
+                    f"make step {at_least}"
+                )
+            side.connection.call(p.Containers(), p.Listed)
+            if side.arena is arena:
+                time.sleep(PAUSE_S)
+
+    def _pull_over_tcp(self, side: ServerView, at_least: int) -> int:
+        coding = Coding(side.layout, self._wire)
+        room = torch.empty(0 if coding.exact else coding.most, dtype=torch.uint8)
+
+        def read(channel: Channel[p.Reply], _: int) -> None:
+            for chunk in reversed(side.layout.chunks):
+                if coding.exact or chunk.dtype != torch.float32:
+                    channel.read_body(bytes_of(side.parameters[chunk.start : chunk.stop]))
+                else:
+                    coded = room[: coding.bytes_of(chunk)]
+                    channel.read_body(bytes_of(coded))
+                    coding.decode(coded, side.parameters, chunk)
+
+        request = p.Pull(container=self._container, replica=self._replica, at_least=at_least, wire=self._wire)
+        return int(side.connection.wait(request, p.Pulled, read=read).step)
+
+    # ── where the model points ───────────────────────────────────────────────────────────────────────────
+
+    def _point(self, *, live: bool) -> None:
+        """Have the model use the servers' own memory (live), or this replica's copy."""
+        if self._live is live:
+            return
+        self._live = live
+        self._cut = []
+        for name, parameter in self._parameters.items():
+            parts = self._shards.parts[name]
+            server = server_of_all(self._shards, parts)
+            if server is None:
+                parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype)
+                self._cut.append((parameter.data.view(-1), parts))
+            else:
+                side = self._sides[server]
+                parameter.data = as_one(self._seen(side, live=live), side.layout, parts, parameter)
+        give_memory_back()  # what the parameters were before
+
+    def _seen(self, side: ServerView, *, live: bool) -> torch.Tensor:
+        if side.arena is None:
+            return side.parameters
+        return side.arena.parameters if live else side.arena.pulled[self._replica]

@@ -1,0 +1,191 @@
+"""Gradients on their way from a replica: collected where the servers see them, or sent, while backward still runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
+
+import torch
+from torch import nn
+
+from paceline.central.client.arrival import Arrival
+from paceline.central.client.server_view import ServerView, as_one, server_of_all, slot_of
+from paceline.central.jobs import BackgroundJob, together
+from paceline.central.shards import ShardPart, Shards
+from paceline.central.tables.tables import Rows
+from paceline.central.wire import protocol as p
+from paceline.central.wire.coding import Coding
+from paceline.central.wire.tensor_bytes import bytes_of
+from paceline.optim.gradients import Destination, GradientCollector, Whole
+
+
+class Pushes:
+    """The gradients of one replica."""
+
+    def __init__(
+        self,
+        sides: Sequence[ServerView],
+        shards: Shards,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        push: Callable[..., p.Push],
+        replica: int,
+        early: bool,
+        announced: bool,
+    ) -> None:
+        """`push` makes the request. `early`: what is sent may be sent while backward runs. `announced`: servers are
+        told also of what lies in their own memory."""
+        self._sides = sides
+        self._shards = shards
+        self._parameters = parameters
+        self._push = push
+        self._replica = replica
+        self._announced = announced
+        self._landing = Arrival(shards)
+        self._marks = [torch.ones(len(side.layout.slots), dtype=torch.uint8) for side in sides]
+        self._ticket: int | None = None  # the one that is being computed
+        self._early: dict[int, BackgroundJob] = {}  # by server: gradients that are being sent while backward runs
+        self.collector = GradientCollector(
+            [parameters[name] for name in shards.names],
+            [self._destination(name) for name in shards.names],
+            self._landed if early and any(side.arena is None for side in sides) else None,
+        )
+
+    def _destination(self, name: str) -> Destination:
+        parts = self._shards.parts[name]
+        server = server_of_all(self._shards, parts)
+        if server is not None:
+            side = self._sides[server]
+            return Whole(as_one(side.gradients, side.layout, parts, self._parameters[name]))
+        sides = [self._sides[part.server] for part in parts]
+        return _Pieces(
+            [(slot_of(side.gradients, side.layout, part.slot), part) for side, part in zip(sides, parts, strict=True)]
+        )
+
+    def moved(self) -> None:
+        """A server has other memory now."""
+        self.collector.redirect([self._destination(name) for name in self._shards.names])
+
+    def begin(self, ticket: int | None) -> None:
+        """A step begins: whatever backward produces from now on belongs to it."""
+        self._ticket = ticket
+        self._landing.begin()
+        self.collector.begin()
+
+    def push(self, ticket: int, used: Sequence[bool], rows: Sequence[Sequence[Rows]]) -> None:
+        """Leave what was collected, and the gradients of rows (by server), with all servers."""
+        early, self._early = self._early, {}
+        untouched: list[list[int]] = [[] for _ in self._sides]
+        for name, was_used in zip(self._shards.names, used, strict=True):
+            if not was_used:
+                for part in self._shards.parts[name]:
+                    untouched[part.server].append(part.slot)
+        for number, slots in enumerate(untouched):
+            self._marks[number].fill_(1)
+            self._marks[number][slots] = 0
+        self._landing.finish()
+        jobs = [
+            early[number].result if number in early else partial(self._push_to, side, ticket, slots, own)
+            for number, (side, slots, own) in enumerate(zip(self._sides, untouched, rows, strict=True))
+        ]
+        together(jobs)
+
+    def abandon(self) -> None:
+        """The step will not be completed."""
+        self.collector.stop()
+        self._landing.give_up()
+        for number, job in self._early.items():
+            job.wait()
+            self._sides[number].connection.disconnect()  # half of a gradient has been sent
+        self._early = {}
+
+    def settle(self, *, accepted: bool) -> None:
+        """What a lossy wire has lost is owed from now on, if the gradient was used."""
+        for side in self._sides:
+            for feedback in side.feedback.values():
+                feedback.commit() if accepted else feedback.rollback()
+
+    # ── while backward runs ──────────────────────────────────────────────────────────────────────────────
+
+    def _landed(self, parameter: int) -> None:
+        """A gradient is complete. The first one of a step starts the senders."""
+        self._landing.landed(parameter)
+        if self._ticket is not None and not self._early:
+            for number, side in enumerate(self._sides):
+                if side.arena is None:
+                    self._early[number] = BackgroundJob(partial(self._push_early, number, side, self._ticket))
+
+    def _push_early(self, number: int, side: ServerView, ticket: int) -> None:
+        request = self._push(ticket=ticket, marks=True)
+        coding = Coding(side.layout, request.wire)
+
+        def body() -> Iterator[memoryview]:
+            yield from _coded(side, coding, partial(self._landing.wait, number))
+            self._landing.wait_for_all()
+            yield bytes_of(self._marks[number])
+
+        total = coding.bytes + len(side.layout.slots)
+        side.connection.call(request, p.Done, body=body, body_bytes=total)
+
+    # ── afterwards ───────────────────────────────────────────────────────────────────────────────────────
+
+    def _push_to(self, side: ServerView, ticket: int, untouched: list[int], rows: Sequence[Rows]) -> None:
+        counts = [len(given.ids) for given in rows]
+        request = self._push(ticket=ticket, untouched=untouched, shared=side.arena is not None, rows=counts)
+        tail = [view for given in rows for view in (bytes_of(given.ids), bytes_of(given.values))]
+        tail_bytes = sum(view.nbytes for view in tail)
+        if side.arena is None:
+            coding = Coding(side.layout, request.wire)
+            side.connection.call(
+                request, p.Done, body=lambda: chain(_coded(side, coding), tail), body_bytes=coding.bytes + tail_bytes
+            )
+        elif self._announced or rows:
+            side.connection.call(request, p.Done, body=lambda: tail)
+        else:
+            touched = side.arena.touched[self._replica]
+            touched.fill_(1)
+            if untouched:
+                touched[untouched] = 0
+
+    def close(self) -> None:
+        self.collector.close()
+
+
+def _coded(side: ServerView, coding: Coding, wait: Callable[[int], None] = lambda _: None) -> Iterator[memoryview]:
+    """The gradient for a server, chunk after chunk; each as soon as `wait` returns."""
+    room = torch.empty(0 if coding.exact else coding.most, dtype=torch.uint8)
+    for number, chunk in enumerate(side.layout.chunks):
+        wait(number)
+        feedback = side.feedback.get(number)
+        if feedback is not None:
+            coded = room[: coding.bytes_of(chunk)]
+            feedback.encode(side.gradients[chunk.start : chunk.stop].view(torch.float32), coded)
+        else:
+            coded = coding.encode(side.gradients, chunk, room)
+        yield bytes_of(coded)
+
+
+class _Pieces:
+    """Several places for the parts of one gradient."""
+
+    def __init__(self, pieces: Sequence[tuple[torch.Tensor, ShardPart]]) -> None:
+        self._pieces = pieces
+
+    def put(self, gradient: torch.Tensor) -> None:
+        flat = _dense(gradient)
+        for view, part in self._pieces:
+            view.copy_(flat[part.start : part.stop])
+
+    def add(self, gradient: torch.Tensor) -> None:
+        flat = _dense(gradient)
+        for view, part in self._pieces:
+            view.add_(flat[part.start : part.stop])
+
+    def zero(self) -> None:
+        for view, _ in self._pieces:
+            view.zero_()
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return (gradient if gradient.layout is torch.strided else gradient.to_dense()).reshape(-1)

@@ -1,0 +1,249 @@
+"""What a request may ask for: numbers that come over a wire are looked at here, before they are used.
+
+Frames are of a fixed schema (`net/frames.py`), so a field is of its type; whether it makes sense is another
+question. Whoever has shown the token is a friend, but a friend's bug, or a version in between, must not bring down a
+server on which others train: what is out of bounds is refused with a sentence, and nothing has changed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from paceline.central.chief.chief import Chief
+from paceline.central.chief.tickets import Close
+from paceline.central.shards import DTYPES, MAP_VERSION, Option, Spec
+from paceline.central.wire.protocol import Ask, Open, Settings
+from paceline.central.wire.records import AnyRecord, Made, MembersChanged, PulledCopy, Pushed, RowsPut, TaskResult
+from paceline.errors import InvalidInput, PacelineError
+from paceline.place import check_container
+from paceline.rules import Sync
+from paceline.strategy import DURABILITIES, one_of
+
+if TYPE_CHECKING:
+    from paceline.central.container.container import Container
+
+MOST_SERVERS = 1024
+MOST_REPLICAS = 1 << 14
+MOST_BYTES = 1 << 40  # of all parameters together
+MOST_TIMEOUT_S = 1e7
+MOST_CHAPTERS = 1 << 16
+MOST_EPOCHS = 1 << 20
+MOST_COUNT = 1 << 53  # of steps, samples: whatever is counted one by one
+MOST_TASK_NAME = 200
+MOST_INCARNATION = (1 << 63) - 1
+
+_NUMBERS = (int, float)
+
+
+def check_place(replica: int, replicas: int) -> None:
+    if not 0 <= replica < replicas:
+        raise PacelineError(f"replica is {replica}: this container has places for {replicas}")
+
+
+def check_count(field: str, value: int, most: int = MOST_COUNT, least: int = 0) -> None:
+    if not least <= value <= most:
+        raise InvalidInput(field, value, f"give a number from {least} to {most}")
+
+
+def check_open(request: Open) -> None:
+    """Before anything is allocated for a container."""
+    check_container(request.container)
+    settings = request.settings
+    check_settings(settings)
+    check_place(request.replica, settings.replicas)
+    check_count("incarnation", request.incarnation, MOST_INCARNATION)
+    if settings.durability == "replica" and request.spec.servers < 2:
+        raise InvalidInput("durability", "replica", "it needs another server, give 2 or more, or log")
+    check_spec(request.spec)
+    if len(request.addresses) != request.spec.servers or not 0 <= request.server < request.spec.servers:
+        raise PacelineError(
+            f"server {request.server} of {len(request.addresses)} addresses does not fit the {request.spec.servers} "
+            "servers of the container"
+        )
+    if request.checks and len(request.checks) != len(request.spec.tensors):
+        raise PacelineError(f"{len(request.checks)} checksums do not fit {len(request.spec.tensors)} parameters")
+
+
+def check_settings(settings: Settings) -> None:
+    check_count("replicas", settings.replicas, MOST_REPLICAS, 1)
+    for field, value in (("warmup-steps", settings.warmup_steps), ("warmup-epochs", settings.warmup_epochs)):
+        check_count(field, value)
+    one_of("durability", settings.durability, DURABILITIES)
+    if not 0 < settings.timeout_s <= MOST_TIMEOUT_S:
+        raise InvalidInput("timeout", settings.timeout_s, "give a number of seconds above 0")
+    if settings.clip_norm is not None and not settings.clip_norm > 0:
+        raise InvalidInput("clip_norm", settings.clip_norm, "give a number above 0, or None")
+
+
+def check_spec(spec: Spec) -> None:
+    if spec.map_version != MAP_VERSION:
+        raise PacelineError(
+            f"parameters are spread by map {spec.map_version} and this server knows {MAP_VERSION}: use the same version"
+        )
+    check_count("servers", spec.servers, MOST_SERVERS, 1)
+    groups, total = len(spec.optimizer.groups), 0
+    names: set[str] = set()
+    for tensor in spec.tensors:
+        if tensor.dtype not in DTYPES:
+            raise InvalidInput(tensor.name, tensor.dtype, f"servers hold {', '.join(DTYPES)}")
+        if any(extent < 0 for extent in tensor.shape):
+            raise InvalidInput(tensor.name, tensor.shape, "a shape has no numbers below 0")
+        total += math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
+        _check_group(tensor.name, tensor.group, groups, names)
+    for table in spec.tables:
+        check_count(table.name, table.rows, MOST_COUNT)
+        check_count(table.name, table.width, MOST_COUNT, 1)
+        total += table.rows * table.width * 4
+        _check_group(table.name, table.group, groups, names)
+    if total > MOST_BYTES:
+        raise PacelineError(f"{total / 2**30:,.0f} GiB of parameters are more than a container holds")
+
+
+def _check_group(name: str, group: int, groups: int, names: set[str]) -> None:
+    if not 0 <= group < groups:
+        raise InvalidInput(name, group, f"the optimizer has {groups} groups")
+    if name in names:
+        raise InvalidInput("tensor", name, "it is there twice")
+    names.add(name)
+
+
+def check_ask(request: Ask) -> None:
+    check_count("chapter", request.chapter, MOST_CHAPTERS)
+    check_count("dataset length", request.length)
+    check_count("batch_size", request.batch_size, least=1)
+    check_count("left_out", request.left_out, request.length)
+    check_count("epochs", request.stop_epoch, MOST_EPOCHS)
+
+
+def check_task(name: str, length: int) -> None:
+    if len(name) > MOST_TASK_NAME:
+        raise InvalidInput("task", name[:MOST_TASK_NAME], f"give at most {MOST_TASK_NAME} letters")
+    check_count("dataset length", length)
+
+
+def check_close(close: Close, replicas: int) -> None:
+    """A step, as a chief has it made."""
+    if not close.accepted:
+        raise PacelineError(f"step {close.step} has no gradient")
+    for accepted in close.accepted:
+        check_place(accepted.replica, replicas)
+
+
+def check_options(options: Sequence[Mapping[str, Option]], groups: Sequence[Mapping[str, Option]]) -> None:
+    """Options of a step, against those the container was made with: numbers may change, nothing else does."""
+    if len(options) != len(groups):
+        raise PacelineError(f"{len(options)} groups of options do not fit {len(groups)}")
+    for given, known in zip(options, groups, strict=True):
+        if given is known or given == known:
+            continue
+        for key, value in given.items():
+            if key == "initial_lr" and _is_number(value):
+                continue  # a scheduler's, made after the trainer
+            if key not in known or not _alike(value, known[key]):
+                raise PacelineError(f"the optimizer's {key} cannot be {value!r} in this container")
+        if missing := sorted(known.keys() - given.keys()):
+            raise PacelineError(f"the optimizer's {missing[0]} is missing")
+
+
+def _alike(value: Option, known: Option) -> bool:
+    if isinstance(value, list) and isinstance(known, list):
+        return len(value) == len(known)
+    return value == known or (_is_number(value) and _is_number(known))
+
+
+def _is_number(value: Option) -> bool:
+    return isinstance(value, _NUMBERS) and not isinstance(value, bool)
+
+
+def check_kept(name: str, server: int, notes: Mapping[str, Any]) -> None:
+    """The notes of a copy of another server's share, before anything is allocated for it."""
+    check_container(name)
+    spec = msgspec.json.decode(notes["spec"], type=Spec)
+    settings = msgspec.json.decode(notes["settings"], type=Settings)
+    check_spec(spec)
+    check_settings(settings)
+    if (notes["name"], notes["server"]) != (name, server) or not 0 <= server < spec.servers:
+        raise PacelineError(f"this is no copy of server {server}'s share of container {name!r}")
+    if len(msgspec.convert(notes["addresses"], list[str])) != spec.servers:
+        raise PacelineError(f"{len(notes['addresses'])} addresses do not fit {spec.servers} servers")
+    check_count("step", notes["step"])
+    for replica, _ in (*notes["incarnations"], *notes["used"]):
+        check_place(replica, settings.replicas)
+    for given in notes["waiting"]:
+        pushed = msgspec.convert(given, Pushed)
+        check_place(pushed.replica, settings.replicas)
+        _check_rows(pushed.rows, len(spec.tables))
+    if server == 0:
+        read_books(json.dumps(notes["chief"]["books"]).encode())
+        for replica, _ in notes["chief"]["members"]:
+            check_place(replica, settings.replicas)
+
+
+def check_record(record: AnyRecord, container: Container) -> None:
+    """What has happened to another server's share, before it happens to the copy of that."""
+    replicas = container.settings.replicas
+    match record:
+        case Pushed():
+            check_place(record.replica, replicas)
+            check_count("incarnation", record.incarnation, MOST_INCARNATION)
+            _check_rows(record.rows, len(container.tables))
+        case PulledCopy():
+            check_place(record.replica, replicas)
+        case RowsPut():
+            if not 0 <= record.table < len(container.tables):
+                raise PacelineError(f"table {record.table} does not exist: there are {len(container.tables)}")
+            check_count("start", record.start)
+        case Made():
+            check_close(record.close, replicas)
+            check_options(record.options, container.spec.optimizer.groups)
+            if record.chapter is not None:
+                _check_counted(record.close, *record.chapter)
+        case TaskResult():
+            check_task(record.name, 0)
+        case MembersChanged():
+            for replica, incarnation in record.members.items():
+                check_place(replica, replicas)
+                check_count("incarnation", incarnation, MOST_INCARNATION)
+
+
+def _check_rows(counts: Sequence[int], tables: int) -> None:
+    if len(counts) not in (0, tables) or min(counts, default=0) < 0:
+        raise PacelineError(f"rows {list(counts)} do not fit {tables} tables")
+
+
+def _check_counted(close: Close, length: int, batch_size: int, left_out: int) -> None:
+    """The samples of a step, as the books will have them."""
+    check_count("chapter", close.chapter, MOST_CHAPTERS)
+    check_count("dataset length", length)
+    check_count("batch_size", batch_size, least=1)
+    check_count("left_out", left_out, length)
+    for accepted in close.accepted:
+        check_count("epochs", accepted.epoch, MOST_EPOCHS)
+        for start, stop in accepted.runs:
+            check_count("sample", stop, length)
+            check_count("sample", start, stop)
+
+
+def read_books(data: bytes) -> dict[str, Any]:
+    """A chief's books from JSON, if a chief can go on with them."""
+    try:
+        books: dict[str, Any] = json.loads(data)
+        check_count("step", books["step"])
+        for number, chapter in books["chapters"].items():
+            check_count("chapter", int(number), MOST_CHAPTERS)
+            check_count("dataset length", chapter["length"])
+            check_count("used", chapter["used"], chapter["length"])
+            check_count("batch_size", chapter["batch_size"], least=1)
+            for epoch in (chapter["began"], *(row[0] for row in chapter["counted"])):
+                check_count("epochs", epoch, MOST_EPOCHS)
+        Chief(Sync(), 1).load(books)
+    except PacelineError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
+        raise PacelineError(f"these are no books of a training ({type(error).__name__}: {error})") from error
+    return books

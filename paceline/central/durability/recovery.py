@@ -1,0 +1,142 @@
+"""How a server that was killed comes back: a snapshot, and then again, one by one, what its journal has since.
+
+With `--durability log` both are in its folder. With `replica` another server has gone through the records already, and
+gives the state itself.
+
+Steps are made from the same gradients in the same order, so they come out the same, bit by bit. Gradients that were
+acknowledged and are in no step yet lie in their places again. The chief's books are those of the last step; tickets
+that were out with replicas are not in them, and are answered as late: their samples are free again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+import torch
+
+from paceline.central.container.container import Container
+from paceline.central.container.steps import ContainerTraining
+from paceline.central.durability import snapshot as keeping
+from paceline.central.durability.journal import Journal
+from paceline.central.durability.peer_journal import NOTE, Connect, KeptBy, PeerJournal, Say
+from paceline.central.shards import Spec
+from paceline.central.wire.connection import Connection
+from paceline.central.wire.protocol import Fetch, Kept, Missing, Settings
+from paceline.central.wire.records import AnyRecord, Body, Made, MembersChanged, RuleSet, TaskResult
+from paceline.central.wire.tensor_bytes import named_tensors
+from paceline.errors import PacelineError
+
+LOG, REPLICA = "log", "replica"  # durabilities
+
+ToOthers = Callable[[Sequence[str], float], Sequence[Connection]]  # a chief's: addresses, timeout_s
+
+
+def keep(container: Container, folder: Path | None, connect: Connect | None = None, say: Say = print) -> None:
+    """Give a new container a journal, if it is to have one."""
+    durability, journal = container.settings.durability, container.journal
+    if isinstance(journal, PeerJournal):
+        journal.move(container.addresses)
+    if durability not in (LOG, REPLICA) or journal is not None:
+        return
+    if folder is None:
+        raise PacelineError(f"durability is {durability!r}: this server has no folder for it; start it with --dir")
+    path = folder / quote(container.name, safe="")
+    if durability == LOG:
+        container.journal = Journal(path)
+        container.journal.container_bytes = container.bytes
+    else:
+        assert connect is not None
+        kept_by = KeptBy(
+            container.name, container.server, container.addresses, container.settings.timeout_s, time.time_ns()
+        )
+        container.journal = PeerJournal(path, kept_by, connect, say)
+
+
+def recover(
+    folder: Path, to_others: ToOthers, connect: Connect | None = None, say: Say = print
+) -> Iterator[tuple[Container, ContainerTraining | None]]:
+    """Every container that has a journal in `folder`, or a note there where its copy is."""
+    for path in sorted(folder.iterdir()) if folder.exists() else []:
+        if (path / NOTE).exists():
+            assert connect is not None
+            yield _fetch(path, to_others, connect, say)
+        elif (found := _recover(path, to_others)) is not None:
+            yield found
+
+
+def _recover(folder: Path, to_others: ToOthers) -> tuple[Container, ContainerTraining | None] | None:
+    journal = Journal(folder)
+    read = journal.read_snapshot()
+    if read is None:
+        return None  # its process was killed before it had begun
+    container, steps, last = rebuilt(*read, to_others)
+    journal.container_bytes = container.bytes
+    for record, body in journal.records():
+        again(container, steps, record, body)
+        last = record if isinstance(record, Made) else last
+    container.journal = journal
+    if steps is not None:
+        steps.go_on(last)
+    return container, steps
+
+
+def _fetch(folder: Path, to_others: ToOthers, connect: Connect, say: Say) -> tuple[Container, ContainerTraining | None]:
+    before = KeptBy.read(folder)
+    kept_by = replace(before, incarnation=max(before.incarnation + 1, time.time_ns()))
+    say(f"server {kept_by.server} takes its share of container {kept_by.container!r} back from server {kept_by.keeper}")
+    body = bytearray()
+    fetch = Fetch(container=kept_by.container, server=kept_by.server, incarnation=kept_by.incarnation)
+    with contextlib.closing(kept_by.connect(connect)) as link:
+        kept: Kept | Missing = link.call(
+            fetch, (Kept, Missing), read=lambda channel, length: body.extend(channel.read_whole_body(length))
+        )
+    if isinstance(kept, Missing):
+        raise PacelineError(
+            f"the share of server {kept_by.server} of container {kept_by.container!r} is gone: "
+            f"server {kept_by.keeper}, which had its copy, has ended as well; remove {folder}, and go on from a "
+            "checkpoint"
+        )
+    container, steps, last = rebuilt(named_tensors(kept.entries, body), json.loads(kept.notes), to_others)
+    container.journal = PeerJournal(folder, kept_by, connect, say)
+    container.journal.resume(kept.position)
+    if steps is not None:
+        steps.go_on(last)
+    return container, steps
+
+
+def rebuilt(
+    tensors: Mapping[str, torch.Tensor], notes: Mapping[str, Any], to_others: ToOthers
+) -> tuple[Container, ContainerTraining | None, Made | None]:
+    """A container as a snapshot says; on its chief also the training, and the last step, which others may lack."""
+    spec = msgspec.json.decode(notes["spec"], type=Spec)
+    settings = msgspec.json.decode(notes["settings"], type=Settings)
+    container = Container(notes["name"], spec, notes["server"], settings)
+    try:
+        keeping.load(container, tensors, notes)
+        if container.server != 0:
+            return container, None, None
+        # No ticket that the process before has handed out has such a number.
+        first_ticket = time.time_ns() // 1000
+        steps = ContainerTraining(
+            container, to_others(container.addresses, settings.timeout_s), first_ticket=first_ticket
+        )
+        return container, steps, steps.load(tensors, notes["chief"])
+    except BaseException:
+        container.close()
+        raise
+
+
+def again(container: Container, steps: ContainerTraining | None, record: AnyRecord, body: Body) -> None:
+    """What came after the snapshot, once more."""
+    if not isinstance(record, TaskResult | RuleSet | MembersChanged):
+        keeping.again(container, record, body)
+    if steps is not None and isinstance(record, Made | TaskResult | RuleSet | MembersChanged):
+        steps.again(record, body)

@@ -1,0 +1,154 @@
+"""Everything a container is, as plain tensors and notes; and how it comes out of them again.
+
+A *snapshot* is all of it at one moment: parameters, the optimizer's state, tables, gradients that wait to be used, who
+may push. What comes after it are *records* (`records.py`). Steps are made from the same gradients in the same order, so
+they come out the same, bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from paceline.central.container.container import Container, FrozenCopy, States
+from paceline.central.tables.tables import Rows, TableCopy
+from paceline.central.wire.records import Made, PulledCopy, Pushed, RowsPut, packed
+from paceline.errors import CheckpointError
+
+Tensors = dict[str, torch.Tensor]
+Notes = dict[str, Any]
+
+
+def save(container: Container, more: Mapping[str, torch.Tensor], notes: Mapping[str, Any], *, wait: bool) -> None:
+    """Have everything in a snapshot, and the journal go on from there. `more`: what the chief adds."""
+    journal = container.journal
+    if journal is None:
+        return
+    with container.lock, journal.lock:
+        tensors, own = whole(container)
+        journal.snapshot({**tensors, **more}, {**own, **notes}, wait=wait)
+
+
+def whole(container: Container) -> tuple[Tensors, Notes]:
+    """A snapshot, in memory of its own."""
+    with container.lock:
+        copy = container.copy()
+        tensors, numbers = {"parameters": copy.parameters}, {}
+        for slot, state in copy.state.items():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"state/{slot}/{key}"] = value
+                else:
+                    numbers[f"{slot}/{key}"] = value
+        for number, table in enumerate(copy.tables):
+            tensors[f"table/{number}/"] = table.weight
+            tensors |= {f"table/{number}/{key}": value for key, value in table.state.items()}
+        held = []
+        for pushed, rows in waiting(container):
+            parts = [container.arena.gradients[pushed.replica], *(part for given in rows for part in given.tensors)]
+            tensors[f"waiting/{pushed.replica}"] = torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
+            held.append(msgspec.to_builtins(pushed))
+        return tensors, {
+            "name": container.name,
+            "server": container.server,
+            "addresses": container.addresses,
+            "spec": msgspec.json.encode(container.spec).decode(),
+            "settings": msgspec.json.encode(container.settings).decode(),
+            "step": copy.step,
+            "numbers": numbers,
+            "steps of tables": [table.steps for table in copy.tables],
+            "waiting": held,
+            "incarnations": list(container.incarnations.items()),
+            "used": list(container.used.items()),
+        }
+
+
+def waiting(container: Container) -> list[tuple[Pushed, list[Rows]]]:
+    """The gradients that are here and in no step yet."""
+    return [
+        (
+            Pushed(
+                replica=replica,
+                incarnation=container.incarnations.get(replica, 0),
+                ticket=ticket,
+                untouched=(container.arena.touched[replica] == 0).nonzero().view(-1).tolist(),
+                rows=[len(given.ids) for given in container.rows.get(replica, [])],
+            ),
+            container.rows.get(replica, []),
+        )
+        for replica, ticket in container.staged.items()
+        if container.used.get(replica) != ticket
+    ]
+
+
+def load(container: Container, tensors: Mapping[str, torch.Tensor], notes: Mapping[str, Any]) -> None:
+    """Become what a snapshot says."""
+    states: States = {}
+    tables = [TableCopy(tensors[f"table/{n}/"], {}, steps) for n, steps in enumerate(notes["steps of tables"])]
+    for name, tensor in tensors.items():
+        kind, _, rest = name.partition("/")
+        number, _, key = rest.partition("/")
+        if kind == "state":
+            states.setdefault(int(number), {})[key] = tensor
+        elif kind == "table" and key:
+            tables[int(number)].state[key] = tensor
+    for name, value in notes["numbers"].items():
+        slot, _, key = name.partition("/")
+        states.setdefault(int(slot), {})[key] = value
+    container.check_states(states)
+    container.take_over(FrozenCopy(0, notes["step"], tensors["parameters"], states, tables))
+    container.addresses = notes["addresses"]
+    for replica, incarnation in notes["incarnations"]:
+        container.admit(replica, incarnation)
+    container.used = dict(notes["used"])
+    for given in notes["waiting"]:
+        pushed = msgspec.convert(given, Pushed)
+        _push_again(container, pushed, packed([tensors[f"waiting/{pushed.replica}"]])[0])
+    container.forget_pulled()
+
+
+def again(container: Container, record: Pushed | PulledCopy | RowsPut | Made, body: memoryview) -> None:
+    """What came after the snapshot, once more."""
+    match record:
+        case Pushed():
+            _push_again(container, record, body)
+        case PulledCopy():
+            (parameters,) = _split(body, [container.bytes])
+            container.arena.pulled[record.replica].copy_(parameters)
+            container.not_pulled.discard(record.replica)
+        case RowsPut():
+            (values,) = _split(body, [len(body)])
+            width = container.tables[record.table].spec.width
+            container.put_rows(record, values.clone().view(torch.float32).view(-1, width))
+        case Made():
+            container.apply(record.close, record.options, record.scale, noted=True)
+            container.forget_pulled()  # whatever corrects a step stands right before it
+
+
+def _push_again(container: Container, pushed: Pushed, body: memoryview) -> None:
+    place = container.arena.gradients[pushed.replica]
+    counts = zip(pushed.rows, container.tables, strict=False)
+    of_rows = [size for count, table in counts for size in (8 * count, 4 * table.spec.width * count)]
+    given = _split(body, [place.nbytes, *of_rows])
+    place.copy_(given[0])
+    rows = [
+        Rows(ids.clone().view(torch.int64), values.clone().view(torch.float32).view(-1, table.spec.width))
+        for table, ids, values in zip(container.tables, given[1::2], given[2::2], strict=False)
+    ]
+    container.admit(pushed.replica, pushed.incarnation)
+    container.take_push(pushed, rows)
+
+
+def _split(body: memoryview, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """The bytes of a record's body, cut; they lie where they were read to."""
+    if len(body) != sum(sizes):
+        raise CheckpointError(f"a record in the log has {len(body)} bytes instead of {sum(sizes)}")
+    found, start = [], 0
+    for size in sizes:
+        part = body[start : start + size]
+        found.append(torch.frombuffer(part, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8))
+        start += size
+    return found

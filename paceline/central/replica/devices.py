@@ -1,0 +1,268 @@
+"""The devices of one cut replica whose parameters live on servers.
+
+The first of them, the *leader*, is the replica to the servers: it takes tickets, pulls, pushes. The parameters lie
+whole in an arena that the devices share. What the leader has pulled it *spreads* there; every device computes with its
+parts of it, and leaves its gradients in its own row; the leader *gathers* the rows into the one gradient that it
+pushes.
+
+Whatever the leader learns from the servers and the others need to know, it tells them in an `Order`. So all devices run
+the same script, and take the same way through it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from paceline.central.wire.protocol import Ended, Ticket
+from paceline.errors import ModelError, PacelineError
+from paceline.exchange.board import Board
+from paceline.exchange.mailboxes import Peers
+from paceline.exchange.together import Together
+from paceline.loop.passes import Passes
+from paceline.memory.arena import Arena
+from paceline.memory.model_arena import ModelArena, Sizes
+from paceline.optim.batchnorm import Statistics, make_exact
+from paceline.optim.gradients import GradientCollector
+from paceline.optim.model_in_arena import SMALLEST_SCRATCH_BYTES, ModelInArena
+from paceline.optim.models import buffers_of, own_state
+from paceline.place import Place
+from paceline.split.cut import capture
+from paceline.split.opening import open_cut
+from paceline.split.parts import Parts
+from paceline.strategy import Centralized
+
+
+class Order(msgspec.Struct, frozen=True, tag=True):
+    """What the leader tells the others."""
+
+
+class TicketTaken(Order, frozen=True):
+    """The chief has handed out a ticket, or there is no more work."""
+
+    answer: Ticket | Ended
+    steps: int
+
+
+class ComputeTicket(Order, frozen=True):
+    """Forward and backward of a ticket follow, on new parameters."""
+
+    ticket: Ticket
+
+
+class StepClosed(Order, frozen=True):
+    """The ticket is settled."""
+
+    loss: float
+    samples: int
+    replicas: int
+    steps: int
+    seen: int
+
+
+class EvaluatePart(Order, frozen=True):
+    """An evaluation of these samples follows, on new parameters."""
+
+    start: int
+    stop: int
+
+
+class EvaluationTotal(Order, frozen=True):
+    """The evaluation is over: what it came to."""
+
+    values: list[float]
+
+
+class ActDone(Order, frozen=True):
+    """The leader has saved, or resumed."""
+
+    steps: int
+
+
+_ORDERS = msgspec.msgpack.Decoder(TicketTaken | ComputeTicket | StepClosed | EvaluatePart | EvaluationTotal | ActDone)
+
+
+class Devices:
+    """One of the devices, among the others of its replica."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, place: Place) -> None:
+        strategy = place.strategy
+        assert isinstance(strategy, Centralized)
+        assert strategy.split is not None
+        assert place.board is not None
+        _refuse_tables(model)
+        board = Board(place.board)
+        board.announce(place.row)
+        self._model = model
+        self._peers = _PeersOfReplica.meet(Together(board, place.row, strategy.timeout_s), strategy.split.devices)
+        self._everyone = self._peers.everyone
+        self.cut = open_cut(strategy.split, self._peers, place.dims)
+        self.leads = self._peers.rank == 0
+        self._inside = ModelInArena(model, optimizer, self._peers.count)
+        self._share_arena(place.row // self._peers.count)
+        self._parts = Parts(self.cut, self._inside, self._peers.rank, model)
+        self._statistics = Statistics()  # of BatchNorms that see a part of each sample
+        self._undo_exact = make_exact(model, Statistics())
+        self._collector: GradientCollector | None = None  # until the model is cut
+
+    def _share_arena(self, replica: int) -> None:
+        inside = self._inside
+        sizes = Sizes(
+            replicas=self._peers.count,
+            state_blocks=(0,) * len(inside.layout.chunks),
+            scratch_bytes=SMALLEST_SCRATCH_BYTES,
+            buffer_bytes=inside.buffer_bytes,
+            several_hosts=False,
+        )
+        if self.leads:
+            inside.fill(ModelArena.create(inside.layout, sizes, sparse=True))
+            self._everyone.broadcast(torch.tensor([os.getpid(), inside.arena.arena.descriptor]))
+        else:
+            process, descriptor = self._everyone.broadcast(None).tolist()
+            inside.arena = ModelArena(Arena.attach(process, descriptor), inside.layout, sizes)
+            inside.compare_values(f"device {self._peers.rank}", f"device 0 of replica {replica}")
+            inside.point_to_arena()
+        self._meet()
+
+    # ── orders ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def tell(self, order: Order) -> None:
+        """The leader's words to all others."""
+        self._everyone.broadcast(torch.frombuffer(bytearray(msgspec.msgpack.encode(order)), dtype=torch.uint8))
+
+    def hear(self, *kinds: type[Order]) -> Any:
+        """The leader's next order, which must be of one of these kinds."""
+        while True:
+            order = _ORDERS.decode(bytes(self._everyone.broadcast(None).tolist()))
+            if isinstance(order, kinds):
+                return order
+            if not isinstance(order, ActDone):  # a script may let the chief alone save
+                raise PacelineError(
+                    f"device {self._peers.rank} waits for {' or '.join(_words(kind) for kind in kinds)}, and the first "
+                    f"device of its replica goes on with {_words(type(order))}: in a script whose model is cut all "
+                    "devices must train and evaluate alike"
+                )
+
+    def _meet(self) -> None:
+        self._everyone.all_reduce(torch.zeros(1))
+
+    def _of_speaker(self, values: torch.Tensor) -> torch.Tensor:
+        """What the device says whose loss and metrics count, on all; nobody goes on before all have come."""
+        return self._everyone.all_reduce(values if self.cut.speaks else torch.zeros_like(values))
+
+    # ── work ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def prepare(self, call: Callable[[nn.Module], Any]) -> None:
+        """Cut the model, unless it is, now that it is known what it will be called with."""
+        if self._collector is not None:
+            return
+        self.cut.prepare(self._model, capture(self._model, call))
+        for module in self._model.modules():
+            if isinstance(module, _BatchNorm) and self.cut.over_devices(module):
+                module._statistics = self._statistics  # type: ignore[assignment]
+        destinations = self._parts.take()
+        self._collector = GradientCollector(self._inside.trained, destinations, fresh=True)
+
+    def spread(self, whole: nn.Module | None = None) -> None:
+        """Have all compute with the parameters and buffers of `whole`, which the leader has."""
+        self._meet()  # somebody may still be reading the old ones
+        if whole is not None:
+            named = dict(own_state(whole).named_parameters())
+            for slot in self._inside.layout.slots:
+                self._inside.arena.parameter(slot).copy_(named[slot.name].detach())
+            for (place, _), buffer in zip(self._inside.buffer_places(), buffers_of(whole), strict=True):
+                place.copy_(buffer)
+        self._meet()
+        self._parts.take_buffers()
+
+    def compute(
+        self, passes: Passes, micro_batches: Sequence[Any], sizes: Sequence[int], *, number: int, seed: int | None
+    ) -> float:
+        """Forward and backward of the replica's samples; their mean loss."""
+        self.prepare(lambda model: passes.loss(model, micro_batches[0]))
+        assert self._collector is not None
+        with self._collector.step():
+            loss = passes.run(
+                self._model,
+                micro_batches,
+                sizes,
+                whole=sum(sizes),
+                number=number,
+                seed=seed,
+                around=self._around,
+                train=self.cut.train,
+            )
+        self._parts.mark(self._collector.finish(), self._inside.arena.touched[self._peers.rank])
+        self._parts.publish_buffers()
+        return float(self._of_speaker(torch.tensor([loss], dtype=torch.float64)))
+
+    @contextmanager
+    def _around(self, number: int, is_last: bool) -> Iterator[None]:
+        self._statistics.sum = self._everyone.all_reduce
+        try:
+            yield
+        finally:
+            self._statistics.sum = None
+
+    def gather(self, whole: nn.Module) -> None:
+        """Give `whole` the gradient that all have computed, and the buffers they have now."""
+        arena, named = self._inside.arena, dict(own_state(whole).named_parameters())
+        touched = arena.touched.tolist()
+        for number, slot in enumerate(self._inside.layout.slots[: len(self._inside.trained)]):
+            rows = [arena.gradient(row, slot) for row in range(self._peers.count) if touched[row][number]]
+            if rows:
+                named[slot.name].grad = rows[0] if len(rows) == 1 else torch.stack(rows).sum(0)
+        for (place, _), buffer in zip(self._inside.buffer_places(), buffers_of(whole), strict=True):
+            buffer.copy_(place)
+
+    def measured(self, sums: torch.Tensor) -> torch.Tensor:
+        """The sums of an evaluation, from the device whose they are."""
+        return self._of_speaker(sums)
+
+    def close(self) -> None:
+        self._undo_exact()
+        if self._collector is not None:
+            self._collector.close()
+        self._inside.arena.arena.close()
+        self._peers.close()
+
+
+class _PeersOfReplica(Peers):
+    """Replicas with servers have only whole gradients in common: each may be cut in a way of its own."""
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def tell_all(self, numbers: Sequence[int] | None = None) -> list[int]:
+        told = torch.tensor(numbers, dtype=torch.int64) if numbers is not None and self.first else None
+        return self.everyone.broadcast(told).tolist()
+
+
+def _words(kind: type[Order]) -> str:
+    return {
+        TicketTaken: "the next batch",
+        ComputeTicket: "a step",
+        StepClosed: "the end of a step",
+        EvaluatePart: "an evaluation",
+        EvaluationTotal: "the end of an evaluation",
+        ActDone: "a save",
+    }[kind]
+
+
+def _refuse_tables(model: nn.Module) -> None:
+    for name, module in own_state(model).named_modules():
+        if isinstance(module, nn.Embedding) and module.sparse:
+            raise ModelError(
+                "model",
+                f"{name}.weight",
+                "a sparse embedding on servers cannot be in a cut model so far; give sparse=False, or do not cut it",
+            )

@@ -1,0 +1,102 @@
+"""Mirrored replicas whose tables are on servers: `--servers 2 --only sparse`.
+
+Dense parts are shared by all replicas of the host, sparse ones are looked up and updated by row.
+
+The step belongs to the mirrored replicas. Before a replica arrives, the rows it has gradients for are on the servers;
+once all have arrived the step is decided, and every replica tells the servers to make it. The first is obeyed and the
+others find it made, so whoever dies in between, the rows are updated exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.central.chief.tickets import Accepted, Close
+from paceline.central.client.client import Client
+from paceline.central.client.server_view import ServerAddresses
+from paceline.central.wire.protocol import Settings
+from paceline.errors import ModelError
+from paceline.net.secure import Keys, read_token
+from paceline.place import Place
+
+
+class TablesOnServers:
+    """The tables of a mirrored replica."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, place: Place, number: int, incarnation: int) -> None:
+        """`number`: of this trainer in the script."""
+        assert place.servers is not None
+        servers = place.servers
+        self._client = Client(
+            model,
+            optimizer,
+            ServerAddresses(
+                servers.addresses,
+                servers.container if number == 1 else f"{servers.container}-{number}",
+                read_token(Path(servers.token_folder)) if servers.token_folder is not None else "",
+                Keys.load(Path(servers.keys)) if servers.keys is not None else None,
+            ),
+            Settings(replicas=place.world, timeout_s=place.strategy.timeout_s),
+            replica=place.rank,
+            incarnation=incarnation,
+            only_tables=True,
+        )
+        if not self._client.tables:
+            raise ModelError("model", "without tables", "--only sparse needs an nn.Embedding(sparse=True)")
+        self._ahead: int | None = None  # the run's steps that the tables have not seen, because they came later
+
+    def begin(self) -> None:
+        self._client.begin()
+
+    def push(self, number: int) -> None:
+        """The gradients of this replica's rows in step `number`."""
+        if self._ahead is None:
+            self._ahead = number - self._client.steps_made()
+        self._client.push(number, [])
+
+    def squared_norm(self, number: int, replicas: Sequence[int]) -> float:
+        return self._client.measure(self._close(number, replicas))
+
+    def make(self, number: int, replicas: Sequence[int], scale: float) -> None:
+        """Step `number` is decided: these replicas' rows make it."""
+        self._client.make(self._close(number, replicas), scale)
+
+    def _close(self, number: int, replicas: Sequence[int]) -> Close:
+        assert self._ahead is not None
+        # The gradients are of each replica's share of the mean loss: they are added as they are.
+        accepted = [Accepted(number, replica, 1.0, 1, 0, 0, []) for replica in replicas]
+        return Close(number - self._ahead, 0, len(accepted), 0.0, accepted)
+
+    # ── whole tables ─────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def names(self) -> set[str]:
+        return {lookup.name for lookup in self._client.tables}
+
+    def read(self) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
+        """Every table, and its optimizer state, while no step is being made."""
+        copy = self._client.whole.freeze()
+        weights, states = {}, {}
+        for lookup in self._client.tables:
+            weights[lookup.name], state = self._client.whole.table(copy, lookup.number)
+            if state:
+                states[lookup.name] = state
+        self._client.whole.thaw(copy)
+        return weights, states
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Of the last step, as whole tables."""
+        return {lookup.name: self._client.whole.table_gradient(lookup.number) for lookup in self._client.tables}
+
+    def put(self, weights: dict[str, torch.Tensor], states: dict[str, dict[str, Any]]) -> None:
+        for lookup in self._client.tables:
+            self._client.whole.give_table(lookup.number, weights[lookup.name], states.get(lookup.name, {}))
+
+    def close(self) -> None:
+        self._client.close()

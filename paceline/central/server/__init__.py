@@ -1,0 +1,2 @@
+"""The server process: `server` listens and knows the containers, `session` answers one connection, `process` is its
+main."""

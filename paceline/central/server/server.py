@@ -1,0 +1,402 @@
+"""A server: a process that only owns. Holds its share of any number of containers, and answers requests.
+
+One thread a connection; each reads a request, does it, and replies. A request that is wrong is answered with a
+sentence; bytes that are not a request end their connection, and nothing else. Server 0 of a container is its chief.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from paceline import __version__
+from paceline.central.container.bounds import check_open
+from paceline.central.container.container import Container
+from paceline.central.container.steps import ContainerTraining
+from paceline.central.durability import snapshot as keeping
+from paceline.central.durability.backup import Backup
+from paceline.central.durability.peer_journal import Link, PeerJournal
+from paceline.central.durability.recovery import keep, recover
+from paceline.central.server.session import Session
+from paceline.central.wire import protocol as p
+from paceline.central.wire.connection import Connection
+from paceline.central.wire.tensor_bytes import entries_of
+from paceline.errors import PacelineError
+from paceline.net.frames import Channel, ConnectionLost, FrameError, tune
+from paceline.net.secure import LINGER_S, Keys, same_token, wrap_server
+from paceline.place import check_container
+
+LOOK_EVERY_S = 0.25
+HELLO_WITHIN_S = 10.0
+MOST_STRANGERS = 256  # connections that have not shown the token yet
+
+
+class Server:
+    """Answers on a listening socket until it is told to stop."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        *,
+        token: str,
+        keys: Keys | None = None,
+        folder: Path | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self._listener = listener
+        self._token = token
+        self._keys = keys
+        self._folder = folder  # where logs of containers are kept
+        self.say = say or (lambda line: print(line, file=sys.stderr, flush=True))
+        self._lock = threading.Lock()  # guards all below
+        self._containers: dict[str, Container] = {}
+        self._steps: dict[str, ContainerTraining] = {}
+        self._making = threading.Lock()  # held while a container is made, which may take a while
+        self.keeper = Backup()  # of copies of other servers' shares
+        self.recovered = threading.Event()  # until then nobody is answered but other servers about copies
+        self.recovered.set()
+        self._failure: PacelineError | None = None
+        self._strangers = 0
+        self._ended = threading.Event()
+
+    @property
+    def address(self) -> str:
+        host, port = self._listener.getsockname()[:2]
+        return f"{host}:{port}"
+
+    def run(self, *, recover: bool = False) -> None:
+        """Serve until `stop`. `recover`: have again what a process before this one had, before anybody is answered."""
+        if recover:
+            self.recovered.clear()
+            threading.Thread(target=self._recover, name="paceline-recover", daemon=True).start()
+        threading.Thread(target=self._look, name="paceline-look", daemon=True).start()
+        while not self._ended.is_set():
+            try:
+                connection, address = self._listener.accept()
+            except OSError as error:
+                if self._ended.is_set() or error.errno in (errno.EBADF, errno.EINVAL):
+                    break
+                self.say(f"a connection could not be accepted ({error.strerror})")  # too many files are open, perhaps
+                self._ended.wait(LOOK_EVERY_S)
+                continue
+            if self._strangers >= MOST_STRANGERS:
+                connection.close()
+                continue
+            with self._lock:
+                self._strangers += 1
+            threading.Thread(target=self._serve, args=(connection, address), daemon=True).start()
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self) -> None:
+        self._ended.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Let go of the containers, after the end."""
+        with self._lock:
+            names = list(self._containers)
+        for name in names:
+            with self._lock:
+                container, steps = self._containers.pop(name), self._steps.pop(name, None)
+            if steps is not None:
+                steps.close()
+            container.close()
+
+    def _look(self) -> None:
+        while not self._ended.wait(LOOK_EVERY_S):
+            self._look_once()
+
+    def _look_once(self) -> None:
+        """By itself, so that between two looks nothing here holds on to a container that was dropped."""
+        with self._lock:
+            trainings, containers = list(self._steps.values()), list(self._containers.values())
+        for steps in trainings:
+            steps.look_for_missing()
+        for container in containers:
+            if isinstance(container.journal, PeerJournal):
+                container.journal.look()
+
+    # ── one connection ───────────────────────────────────────────────────────────────────────────────────
+
+    def _serve(self, connection: socket.socket, address: tuple[str, int]) -> None:
+        visitor: Session | None = None
+        known = False
+        try:
+            tune(connection)
+            connection.settimeout(HELLO_WITHIN_S)
+            secured = wrap_server(connection, self._keys) if self._keys is not None else connection
+            secured.settimeout(None)
+            channel: Channel[p.Request] = Channel(secured, p.REQUESTS)
+            with contextlib.closing(channel):
+                self._welcome(channel, secured)
+                known = self._no_stranger()
+                visitor = Session(self, channel)
+                visitor.serve()
+        except ConnectionLost as error:
+            if not known:
+                self.say(f"a stranger at {address[0]}:{address[1]} has gone: {error}")
+        except (PacelineError, OSError) as error:
+            self.say(f"closed the connection from {address[0]}:{address[1]}: {error}")
+        except Exception:
+            self.say(f"closed the connection from {address[0]}:{address[1]}:\n{traceback.format_exc()}")
+        finally:
+            connection.close()
+            if not known:
+                self._no_stranger()
+            if visitor is not None:
+                visitor.gone()
+
+    def _no_stranger(self) -> bool:
+        with self._lock:
+            self._strangers -= 1
+        return True
+
+    def _welcome(self, channel: Channel[p.Request], connection: socket.socket) -> None:
+        """Nobody is listened to before it has shown the token."""
+        try:
+            hello, _ = channel.receive(HELLO_WITHIN_S)
+            channel.end_body()
+            if not isinstance(hello, p.Hello):
+                raise FrameError("the first message is not a greeting")
+        except FrameError as error:
+            # In a frame of ours: a client of another version, or one with keys, learns from it what is wrong.
+            _send_away(channel, connection, str(error))
+            raise
+        sentence = None
+        # With keys the certificates have told who it is.
+        if self._keys is None and not same_token(hello.token, self._token):
+            sentence = "the token is not this server's: give the run folder, or the file, it has written it to"
+        elif hello.version != __version__:
+            sentence = f"this server runs Paceline {__version__} and the client {hello.version}: use the same version"
+        if sentence is not None:
+            _send_away(channel, connection, sentence)
+            raise FrameError(f"refused {hello.who[:40]!r}: {sentence}")
+        channel.trusted = True
+        channel.send(p.Done())
+
+    # ── containers ───────────────────────────────────────────────────────────────────────────────────────
+
+    def container(self, name: str) -> Container:
+        with self._lock:
+            if name not in self._containers:
+                there = ", ".join(sorted(self._containers)) or "none"
+                raise PacelineError(f"container {name!r} does not exist on this server: there is {there}")
+            return self._containers[name]
+
+    def steps(self, name: str) -> ContainerTraining:
+        with self._lock:
+            steps = self._steps.get(name)
+        if steps is None:
+            self.container(name)
+            raise PacelineError(f"this server is not the chief of container {name!r}: ask its server 0")
+        return steps
+
+    def open(self, request: p.Open) -> Container:
+        check_open(request)
+        with self._making:
+            with self._lock:
+                container = self._containers.get(request.container)
+            if container is None:
+                container = Container(request.container, request.spec, request.server, request.settings)
+                container.addresses = request.addresses
+                self._keep(container)
+                self._add(container)
+                return container
+        if request.spec.servers != container.spec.servers:
+            raise PacelineError(
+                f"container {request.container!r} is spread over {container.spec.servers} servers and not over "
+                f"{request.spec.servers}: give {','.join(container.addresses)}, or another name"
+            )
+        if difference := request.spec.differs_from(container.spec):
+            raise PacelineError(
+                f"container {request.container!r} holds another model: {difference}; give another name, or the "
+                "same model and optimizer"
+            )
+        if request.server != container.server:
+            raise PacelineError(
+                f"this is server {container.server} of container {request.container!r} and not {request.server}: give "
+                "the addresses in the order in which the container was made"
+            )
+        if request.settings.run != container.settings.run:
+            if request.server == 0:
+                peers = self._peers(request.addresses, request.settings.timeout_s)
+                self.steps(request.container).reopen(request.spec, request.settings, peers)
+            else:
+                container.reopen(request.spec, request.settings)
+            container.addresses = request.addresses
+            self._keep(container)
+            self.save(container)
+        return container
+
+    def _keep(self, container: Container) -> None:
+        keep(container, self._folder, self._to_keeper, self.say)
+        if isinstance(container.journal, PeerJournal):
+            container.journal.renew = partial(self._save, container, wait=False)
+
+    def save(self, container: Container) -> None:
+        """What was given from outside is in the container's journal, if it has one, before that is acknowledged."""
+        self._save(container, wait=True)
+        if container.journal is not None:
+            container.journal.flush()
+
+    def _save(self, container: Container, *, wait: bool) -> None:
+        with self._lock:
+            steps = self._steps.get(container.name)
+        if steps is not None:
+            steps.save(wait=wait)
+        else:
+            keeping.save(container, {}, {}, wait=wait)
+
+    def _recover(self) -> None:
+        try:
+            found = recover(self._folder, self._peers, self._to_keeper, self.say) if self._folder is not None else ()
+            for container, steps in found:
+                if steps is not None:
+                    self._steps[container.name] = steps
+                self._keep(container)
+                with self._lock:
+                    self._containers[container.name] = container
+            self.recovered.set()
+        except PacelineError as error:
+            self._failure = error
+            self.stop()
+
+    def _add(self, container: Container) -> None:
+        with self._lock:
+            self._containers[container.name] = container
+            if container.server == 0:
+                peers = self._peers(container.addresses, container.settings.timeout_s)
+                self._steps[container.name] = ContainerTraining(container, peers)
+
+    def _peers(self, addresses: Sequence[str], timeout_s: float) -> list[Connection]:
+        how = {"token": self._token, "keys": self._keys, "who": "the chief", "timeout_s": timeout_s}
+        return [
+            Connection(address, name=f"server {number}", **how)  # type: ignore[arg-type]
+            for number, address in enumerate(addresses)
+            if number
+        ]
+
+    def _to_keeper(self, address: str, who: str, name: str, timeout_s: float) -> Link:
+        return Link(address, token=self._token, keys=self._keys, who=who, name=name, timeout_s=timeout_s)
+
+    def drop(self, name: str, *, force: bool) -> None:
+        container = self.container(name)
+        with self._lock:
+            steps = self._steps.get(name)
+        if steps is not None and not force and steps.members:
+            raise PacelineError(
+                f"container {name!r} is being trained, replicas {', '.join(map(str, steps.members))}: end that run "
+                "first, or give --force"
+            )
+        with self._lock:
+            self._containers.pop(name, None)
+            self._steps.pop(name, None)
+        if steps is not None:
+            steps.close()
+        container.close()
+        if container.journal is not None:
+            container.journal.remove()
+
+    def copy(self, request: p.Copy) -> None:
+        """Another container out of one: all of it if this is the chief, else this server's share."""
+        check_container(request.to)
+        with self._lock:
+            if request.to in self._containers:
+                raise PacelineError(f"container {request.to!r} is there already: give another name, or drop it first")
+        if request.number:
+            self._take_over(request, request.number)
+            return
+        steps = self.steps(request.container)
+
+        def drop() -> p.Done:
+            with contextlib.suppress(PacelineError):
+                self.drop(request.to, force=True)
+            return p.Done()
+
+        steps.copy(request.to, lambda number: self._take_over(request, number), drop)
+
+    def _take_over(self, request: p.Copy, number: int) -> p.Done:
+        origin = self.container(request.container)
+        frozen = origin.frozen(number)
+        with self._making:
+            settings = msgspec.structs.replace(origin.settings, run=f"copy of {request.container}")
+            container = Container(request.to, origin.spec, origin.server, settings)
+            container.take_over(frozen)
+            container.addresses = origin.addresses
+            self._keep(container)
+            with self._lock:
+                steps = self._steps.get(request.container)
+            self._add(container)
+        if steps is not None:
+            count = len(steps.buffers.tensors)
+            copy = self.steps(request.to)
+            extras = [(name, tensor.clone()) for name, tensor in frozen.extras]
+            copy.describe(extras[:count], extras[count:], steps.keys)
+            copy.load_notes(json.loads(frozen.books))
+            copy.abandon()
+        self.save(container)
+        return p.Done()
+
+    def description(self, name: str) -> p.Described:
+        container = self.container(name)
+        with self._lock:
+            steps = self._steps.get(name)
+        described = p.Described(
+            spec=container.spec, server=container.server, step=container.step, addresses=container.addresses
+        )
+        if steps is None:
+            return described
+        return msgspec.structs.replace(
+            described,
+            members=steps.members,
+            rule=steps.chief.rule,
+            accepting=steps.chief.accepting,
+            keys=steps.keys,
+            buffers=entries_of(steps.buffers.tensors),
+            frozen=entries_of(steps.frozen),
+        )
+
+    def listing(self) -> list[p.Listing]:
+        with self._lock:
+            containers, trainings = list(self._containers.values()), dict(self._steps)
+        found = []
+        for container in containers:
+            steps = trainings.get(container.name)
+            found.append(
+                p.Listing(
+                    name=container.name,
+                    step=container.step,
+                    bytes=container.bytes + sum(table.weight.nbytes for table in container.tables),
+                    tensors=len(container.spec.tensors) + len(container.spec.tables),
+                    optimizer=container.spec.optimizer.name,
+                    replicas=len(steps.members) if steps is not None else 0,
+                    rule=type(steps.chief.rule).__name__.lower() if steps is not None else "",
+                    loss=steps.chief.last.loss if steps is not None else 0.0,
+                )
+            )
+        return found
+
+
+def _send_away(channel: Channel[p.Request], connection: socket.socket, sentence: str) -> None:
+    """Tell a stranger why, and let it read that: with bytes unread here the close that follows would be a reset."""
+    give_up = time.monotonic() + LINGER_S
+    with contextlib.suppress(PacelineError, OSError):
+        channel.send(p.Refused(sentence=sentence), timeout_s=LINGER_S)
+        socket.socket.shutdown(connection, socket.SHUT_WR)
+        while (left := give_up - time.monotonic()) > 0:
+            socket.socket.settimeout(connection, left)
+            if not socket.socket.recv(connection, 4096):
+                break

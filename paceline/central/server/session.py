@@ -1,0 +1,405 @@
+"""One connection to a server: reads a request, has it done, replies."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from paceline.central.container.bounds import check_count, check_place, read_books
+from paceline.central.container.container import Container, States
+from paceline.central.container.steps import ANSWER_WITHIN_S, ContainerTraining
+from paceline.central.durability import snapshot as keeping
+from paceline.central.shards import DTYPES
+from paceline.central.tables.tables import Rows
+from paceline.central.wire import protocol as p
+from paceline.central.wire.coding import Coding
+from paceline.central.wire.records import Pushed, RowsPut
+from paceline.central.wire.tensor_bytes import OTHER_TYPES, bytes_of, entries_of, type_name
+from paceline.errors import PacelineError
+from paceline.machine import machine_identity
+from paceline.net.frames import Channel, ConnectionLost, FrameError
+
+if TYPE_CHECKING:
+    from paceline.central.server.server import Server
+
+SMALL_BODY_BYTES = 1 << 28  # buffers, notes
+PAUSE_S = 0.01
+SKIP_WITHIN_S = 60.0  # for the rest of a request that is refused
+
+Body = Iterable[memoryview]
+Thing = TypeVar("Thing")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A reply and its body. With `body_bytes` the body is made while it is sent."""
+
+    reply: p.Reply
+    body: Body = ()
+    body_bytes: int | None = None
+    then: Callable[[], None] | None = None  # what is left to do when it is sent
+
+
+class Session:
+    """One connection that has shown the token."""
+
+    def __init__(self, server: Server, channel: Channel[p.Request]) -> None:
+        self._server = server
+        self._channel = channel
+        self._joined: tuple[ContainerTraining, int, int] | None = None
+        self._same_machine = False
+        self._length = 0  # of the body of the request in hand
+        self._room = bytearray()  # for records of another server
+
+    def gone(self) -> None:
+        if self._joined is not None:
+            steps, replica, incarnation = self._joined
+            # On one machine nothing but the end of a process ends a connection.
+            steps.lost(replica, incarnation, at_once=self._same_machine)
+
+    def serve(self) -> None:
+        while True:
+            request, self._length = self._channel.receive()
+            try:
+                answer = self._answer(request)
+                self._channel.end_body()
+            except (FrameError, ConnectionLost):
+                raise
+            except PacelineError as error:
+                answer = self._refuse(str(error))
+            except Exception as error:
+                self._server.say(f"{type(request).__name__} failed:\n{traceback.format_exc()}")
+                answer = self._refuse(f"the server failed on {type(request).__name__}: {error}")
+            self._channel.send(answer.reply, answer.body, body_bytes=answer.body_bytes)
+            if answer.then is not None:
+                answer.then()
+
+    def _refuse(self, sentence: str) -> Answer:
+        self._channel.skip_body(SKIP_WITHIN_S)
+        return Answer(p.Refused(sentence=sentence))
+
+    def _answer(self, request: p.Request) -> Answer:
+        if isinstance(request, p.KeepWhole | p.Keep | p.Fetch | p.Forget):
+            return self._of_another_server(request)  # which may be what this one waits for
+        self._server.recovered.wait()
+        server = self._server
+        match request:
+            case p.Ask():
+                reply = server.steps(request.container).ask(request)
+                waiting = isinstance(reply, p.Waiting)
+                return Answer(reply, () if waiting else server.steps(request.container).buffers_now())
+            case p.Report():
+                steps, buffers = server.steps(request.container), self._channel.read_whole_body(SMALL_BODY_BYTES)
+                settled = steps.report(request, bytes(buffers))
+                goes_on = isinstance(settled, p.Settled) and settled.next is not None
+                return Answer(settled, steps.buffers_now() if goes_on else ())
+            case p.GiveBack():
+                return Answer(server.steps(request.container).give_back(request))
+            case p.Push():
+                self._push(request)
+                return Answer(p.Done())
+            case p.Pull():
+                return self._pull(request)
+            case p.PullRows():
+                return self._pull_rows(request)
+            case p.PutRows():
+                self._put_rows(request)
+                return Answer(p.Done())
+            case p.Open():
+                return Answer(self._open(request))
+            case p.Fill():
+                self._fill(request)
+                return Answer(p.Done())
+            case p.Task():
+                return Answer(server.steps(request.container).task(request))
+            case p.TaskDone():
+                return Answer(server.steps(request.container).task_done(request))
+            case p.Apply():
+                return Answer(self._apply(request))
+            case p.Leave():
+                server.steps(request.container).leave(request.replica, request.incarnation)
+                return Answer(p.Done())
+            case p.Stop():
+                server.steps(request.container).stop()
+                return Answer(p.Done())
+            case p.SetRule():
+                server.steps(request.container).set_rule(request.rule)
+                return Answer(p.Done())
+            case p.ReadBuffers():
+                steps = server.steps(request.container)
+                tensors = steps.frozen if request.frozen else steps.buffers.tensors
+                return Answer(p.Tensors(entries=entries_of(tensors)), [bytes_of(tensor) for _, tensor in tensors])
+            case p.Describe():
+                return Answer(server.description(request.container))
+            case p.Freeze():
+                if request.number:
+                    step = server.container(request.container).freeze(request.number).step
+                    return Answer(p.Copied(number=request.number, step=step))
+                return Answer(server.steps(request.container).freeze())
+            case p.ReadFrozen():
+                return self._frozen(request)
+            case p.Thaw():
+                server.container(request.container).thaw(request.number)
+                return Answer(p.Done())
+            case p.Restore():
+                self._restore(request)
+                return Answer(p.Done())
+            case p.Notes():
+                notes = json.dumps(server.steps(request.container).notes()).encode()
+                return Answer(p.Tensors(entries=[("notes", "json", (len(notes),))]), [memoryview(notes)])
+            case p.Containers():
+                return Answer(p.Listed(containers=server.listing()))
+            case p.Drop():
+                server.drop(request.container, force=request.force)
+                return Answer(p.Done())
+            case p.Copy():
+                server.copy(request)
+                return Answer(p.Done())
+            case _:
+                raise PacelineError(f"{type(request).__name__} is not understood here")
+
+    # ── opening and filling ──────────────────────────────────────────────────────────────────────────────
+
+    def _open(self, request: p.Open) -> p.Opened:
+        container = self._server.open(request)
+        container.admit(request.replica, request.incarnation)
+        if request.server == 0:
+            steps = self._server.steps(request.container)
+            steps.compare(request.replica, request.checks)
+            steps.join(request.replica, request.incarnation)
+            if self._joined is not None:
+                self.gone()
+            self._joined = (steps, request.replica, request.incarnation)
+        self._same_machine = shared = request.machine == machine_identity()
+        descriptor = container.arena.arena.descriptor
+        return p.Opened(
+            step=container.step,
+            filled=container.filled,
+            reopened=container.reopened,
+            arena=(os.getpid(), descriptor) if shared else None,
+            tables=[(os.getpid(), table.arena.descriptor) for table in container.tables] if shared else [],
+        )
+
+    def _fill(self, request: p.Fill) -> None:
+        container = self._server.container(request.container)
+        if container.filled:
+            self._channel.skip_body(SKIP_WITHIN_S)  # said twice: training may have gone on meanwhile
+            return
+        flat = self._read_tensor("uint8", (container.layout.bytes,))
+        buffers, frozen = (
+            [(name, self._read_tensor(dtype, shape)) for name, dtype, shape in described]
+            for described in (request.buffers, request.frozen)
+        )
+        self._channel.end_body()
+        if container.server == 0:
+            self._server.steps(request.container).describe(buffers, frozen, request.keys)
+        with container.lock:
+            container.arena.parameters.copy_(flat)
+            container.fill()
+        self._server.save(container)
+
+    def _read_tensor(self, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+        kind = DTYPES.get(dtype) or OTHER_TYPES.get(dtype)
+        if kind is None:
+            raise PacelineError(f"{dtype!r} is not a type of tensors that can be sent")
+        if not (min(shape, default=0) >= 0 and math.prod(shape) * kind.itemsize <= self._length):
+            raise PacelineError(f"a tensor of shape {shape} is not in a body of {self._length} bytes")
+        tensor = torch.empty(shape, dtype=kind)
+        self._channel.read_body(bytes_of(tensor))
+        return tensor
+
+    # ── gradients and parameters ─────────────────────────────────────────────────────────────────────────
+
+    def _push(self, request: p.Push) -> None:
+        container = self._server.container(request.container)
+        check_place(request.replica, container.settings.replicas)
+        if not request.shared:
+            flat = container.arena.gradients[request.replica]
+            coding = Coding(container.layout, request.wire)
+            room = torch.empty(0 if coding.exact else coding.most, dtype=torch.uint8)
+            for chunk in container.layout.chunks:
+                if coding.exact or chunk.dtype != torch.float32:
+                    self._channel.read_body(bytes_of(flat[chunk.start : chunk.stop]))
+                else:
+                    coded = room[: coding.bytes_of(chunk)]
+                    self._channel.read_body(bytes_of(coded))
+                    coding.decode(coded, flat, chunk)
+        untouched = request.untouched
+        if request.marks:
+            marks = self._read_tensor("uint8", (len(container.layout.slots),))
+            untouched = [slot for slot, touched in enumerate(marks.tolist()) if not touched]
+        rows = self._read_rows(container, request.rows) if request.rows else []
+        pushed = Pushed(
+            replica=request.replica,
+            incarnation=request.incarnation,
+            ticket=request.ticket,
+            untouched=untouched,
+            rows=request.rows,
+        )
+        container.push(pushed, rows, shared=request.shared)
+
+    def _read_rows(self, container: Container, counts: list[int]) -> list[Rows]:
+        if len(counts) != len(container.tables):
+            raise PacelineError(f"rows of {len(counts)} tables do not fit {len(container.tables)}")
+        found = []
+        for table, count in zip(container.tables, counts, strict=True):
+            ids = self._read_tensor("int64", (count,))
+            found.append(Rows(ids, self._read_tensor("float32", (count, table.spec.width))))
+        return found
+
+    def _pull_rows(self, request: p.PullRows) -> Answer:
+        container = self._server.container(request.container)
+        table = _one_of(container.tables, request.table)
+        ids = self._read_tensor("int64", (self._length // 8,))
+        if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < table.rows):
+            raise PacelineError(f"a row of {table.spec.name} does not exist: this server has {table.rows}")
+        if (waiting := _await_step(container, request.at_least)) is not None:
+            return Answer(waiting)
+        with container.lock:
+            step, values = container.step, table.weight.index_select(0, ids)
+        return Answer(p.Pulled(step=step), [bytes_of(values)])
+
+    def _put_rows(self, request: p.PutRows) -> None:
+        container = self._server.container(request.container)
+        table = _one_of(container.tables, request.table)
+        if not (request.start >= 0 and request.rows >= 0 and request.start + request.rows <= table.rows):
+            raise PacelineError(f"rows {request.start} to {request.start + request.rows} of {table.spec.name}: no such")
+        values = self._read_tensor("float32", (request.rows, table.spec.width))
+        put = RowsPut(table=request.table, key=request.key, start=request.start, steps=request.steps)
+        container.put_rows(put, values)
+
+    def _pull(self, request: p.Pull) -> Answer:
+        container = self._server.container(request.container)
+        if (waiting := _await_step(container, request.at_least)) is not None:
+            return Answer(waiting)
+        step, flat = container.pull(request.replica)
+        coding = Coding(container.layout, request.wire)
+        room = torch.empty(0 if coding.exact else coding.most, dtype=torch.uint8)
+        # From the last chunk to the first: the front layers lie at the end, and are what a forward needs first.
+        parts = (bytes_of(coding.encode(flat, chunk, room)) for chunk in reversed(container.layout.chunks))
+        return Answer(p.Pulled(step=step), parts, coding.bytes)
+
+    def _apply(self, request: p.Apply) -> p.Reply:
+        container = self._server.container(request.container)
+        if request.measure:
+            return p.SquaredNorm(squared=container.squared_norm(request.close))
+        container.apply(request.close, request.options, request.scale)
+        if container.journal is not None and container.journal.due:
+            keeping.save(container, {}, {}, wait=False)
+        return p.Done()
+
+    # ── copies of other servers' shares ──────────────────────────────────────────────────────────────────
+
+    def _of_another_server(self, request: p.KeepWhole | p.Keep | p.Fetch | p.Forget) -> Answer:
+        keeper = self._server.keeper
+        match request:
+            case p.Keep():
+                if len(self._room) < self._length:
+                    self._room = bytearray(self._length)  # not every time: fresh memory costs more than reading
+                body = memoryview(self._room)[: self._length]
+                self._channel.read_body(body)
+                reply, settle = keeper.take(request, body)
+                return Answer(reply, then=settle)
+            case p.KeepWhole():
+                tensors = {name: self._read_tensor(dtype, shape) for name, dtype, shape in request.entries}
+                self._channel.end_body()
+                keeper.take_whole(request, tensors)
+                return Answer(p.Done())
+            case p.Fetch():
+                found = keeper.give(request)
+                if found is None:
+                    return Answer(p.Missing())
+                tensors, notes, position = found
+                kept = p.Kept(entries=entries_of(tensors.items()), notes=json.dumps(notes).encode(), position=position)
+                return Answer(kept, [bytes_of(tensor) for tensor in tensors.values()])
+            case p.Forget():
+                keeper.forget(request)
+                return Answer(p.Done())
+
+    # ── everything ───────────────────────────────────────────────────────────────────────────────────────
+
+    def _frozen(self, request: p.ReadFrozen) -> Answer:
+        container = self._server.container(request.container)
+        if request.what == "sums":
+            sums, touched = container.sums()
+            return Answer(p.Tensors(entries=[(str(slot), "", ()) for slot in touched]), [bytes_of(sums)])
+        if request.what.startswith("rows "):
+            number = request.what.removeprefix("rows ")
+            last = _one_of(container.tables, int(number) if number.isdigit() else -1).last
+            held = {"ids": last.ids, "values": last.values}
+            entries = [(key, type_name(value), tuple(value.shape)) for key, value in held.items()]
+            return Answer(p.Tensors(entries=entries), [bytes_of(value) for value in held.values()])
+        frozen = container.frozen(request.number)
+        if request.what == "extras":
+            return Answer(
+                p.Tensors(entries=entries_of(frozen.extras)), [bytes_of(tensor) for _, tensor in frozen.extras]
+            )
+        if request.what == "books":
+            return Answer(p.Tensors(entries=[("books", "json", (len(frozen.books),))]), [memoryview(frozen.books)])
+        if request.what.startswith("table "):
+            number = request.what.removeprefix("table ")
+            copy = _one_of(frozen.tables, int(number) if number.isdigit() else -1)
+            held = {"": copy.weight, **copy.state}
+            entries = [(key, type_name(value), tuple(value.shape)) for key, value in held.items()]
+            numbers = [("steps", float(copy.steps))]
+            return Answer(p.Tensors(entries=entries, numbers=numbers), [bytes_of(value) for value in held.values()])
+        if request.what == "parameters":
+            return Answer(p.Tensors(entries=[]), [bytes_of(frozen.parameters)])
+        if request.what != "state":
+            raise PacelineError(f"a copy has parameters, state, extras and books, and not {request.what[:40]!r}")
+        entries, numbers, body = [], [], []
+        for slot, state in frozen.state.items():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    entries.append((f"{slot}/{key}", type_name(value), tuple(value.shape)))
+                    body.append(bytes_of(value))
+                else:
+                    numbers.append((f"{slot}/{key}", float(value)))
+        return Answer(p.Tensors(entries=entries, numbers=numbers), body)
+
+    def _restore(self, request: p.Restore) -> None:
+        container = self._server.container(request.container)
+        check_count("step", request.step)
+        steps = self._server.steps(request.container) if request.chief else None
+        books = read_books(request.chief) if request.chief else {}
+        flat = self._read_tensor("uint8", (container.layout.bytes,))
+        states: States = {slot: {} for slot in request.born}
+        for slot, key, dtype, shape in request.entries:
+            states.setdefault(slot, {})[key] = self._read_tensor(dtype, shape)
+        for slot, key, number in request.numbers:
+            states.setdefault(slot, {})[key] = number
+        others = [tensor for _, tensor in [*steps.buffers.tensors, *steps.frozen]] if steps and request.buffers else []
+        values = [self._read_tensor(type_name(tensor), tuple(tensor.shape)) for tensor in others]
+        self._channel.end_body()
+        container.check_states(states)
+        if steps is not None:
+            steps.load_notes(books, list(zip(others, values, strict=True)))
+        with container.lock:
+            container.arena.parameters.copy_(flat)
+            container.restore_state(states)
+            container.fill(request.step)
+        self._server.save(container)
+
+
+def _await_step(container: Container, at_least: int) -> p.Waiting | None:
+    """Until so many steps have been made. A server that was started again may have yet to hear of the last one."""
+    give_up = time.monotonic() + ANSWER_WITHIN_S
+    while container.step < at_least:
+        if time.monotonic() > give_up:
+            return p.Waiting(why=f"server {container.server} to make step {at_least - 1}")
+        time.sleep(PAUSE_S)
+    return None
+
+
+def _one_of(things: list[Thing], number: int) -> Thing:
+    if not 0 <= number < len(things):
+        raise PacelineError(f"table {number} does not exist: there are {len(things)}")
+    return things[number]

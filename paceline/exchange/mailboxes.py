@@ -1,0 +1,313 @@
+"""The devices of one cut replica, as one of them sees the others: tensors go back and forth through shared memory.
+
+Every ordered pair of devices has a mailbox: a list of descriptors (what lies where), and room for what they describe.
+The sender copies a tensor in, writes its descriptor, and goes on; the receiver reads it in place or copies it out, and
+counts it as taken. Room is given out from the beginning whenever everything was taken, so that what devices exchange in
+turn stays in the cache. A message longer than a piece travels in several. A sender that finds no room takes in what has
+been sent to it meanwhile: two devices may send to each other at the same time, however much.
+
+Shapes and types travel with the tensors: nobody has to know them in advance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from paceline.errors import PacelineError, ReplicaDied
+from paceline.exchange.board import Board, Kind, Members, Phase
+from paceline.exchange.together import Together
+from paceline.memory import segment
+from paceline.memory.arena import Arena
+
+ROOM_BYTES = 64 << 20  # of a mailbox; memory that is not used is not there
+PIECE_BYTES = 8 << 20
+DESCRIPTORS = 256
+WORDS = 16  # of a descriptor
+MOST_DIMS = WORDS - 6
+_ALIGN = 64
+_HEAD_BYTES = 4096  # the counters: posted by the sender, taken by the receiver, each in a line of the cache of its own
+BOX_BYTES = _HEAD_BYTES + DESCRIPTORS * WORDS * 8 + ROOM_BYTES
+
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
+
+
+class Peers:
+    """This device among the `count` of its replica."""
+
+    def __init__(self, arena: Arena, board: Board, process: int, rank: int, count: int, timeout_s: float) -> None:
+        """`process`: this device's row on the board; those of its replica follow one another."""
+        self.rank = rank
+        self.count = count
+        self._board = board
+        self._process = process
+        self._first = process - rank
+        self._timeout_s = timeout_s
+        self._arena = arena
+        others = [other for other in range(count) if other != rank]
+        self._out = {other: _Outbox(arena, self._box(rank, other)) for other in others}
+        self._in = {other: _Inbox(arena, self._box(other, rank)) for other in others}
+        self._told = 0  # words of what the first device has told all
+
+    @classmethod
+    def meet(cls, together: Together, count: int) -> Peers:
+        """All devices of all replicas of this host call this at the same time; each finds those of its own."""
+        board, process = together.board, together.replica
+        replicas = board.replicas // count
+        number = board.next_arena(process)
+        found: list[Arena] = []
+
+        def one_try(members: Members) -> None:
+            board.work_on(members, Kind.BUILD, Phase.STARTING)
+            if members.chief == process:
+                found.append(Arena.of(segment.make("mailboxes", replicas * count * count * BOX_BYTES)))
+            else:
+                board.wait(
+                    process, Phase.AWAITING_ARENA, lambda: board.arena_holder(number) is not None, together.timeout_s
+                )
+                held = board.arena_holder(number)
+                assert held is not None
+                found.append(Arena.attach(held[1], held[2]))
+            board.hold_arena(process, number, found[-1].descriptor)
+            together.arrive(members, Phase.AWAITING_ARENA)
+
+        together.attempt(one_try)
+        return cls(found[-1], board, process, process % count, count, together.timeout_s)
+
+    def _box(self, source: int, target: int) -> int:
+        return ((self._first + source) * self.count + target) * BOX_BYTES
+
+    # ── one to one ───────────────────────────────────────────────────────────────────────────────────────
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Returns as soon as the tensor is copied, whether or not it has been received."""
+        box = self._out[to]
+        flat = tensor.detach().contiguous().view(-1)
+        pieces = max(1, math.ceil(flat.nbytes / PIECE_BYTES))
+        step = -(-max(1, flat.numel()) // pieces)
+        for piece in range(pieces):
+            part = flat[piece * step : (piece + 1) * step]
+            if not box.post(part, tensor, flat.numel()):
+                self._wait(to, partial(self._posted, box, part, tensor, flat.numel()))
+
+    def receive(self, source: int) -> torch.Tensor:
+        """The next tensor that `source` has sent to this device."""
+        box = self._in[source]
+        while True:
+            tensor = box.next()
+            if tensor is not None:
+                return tensor
+            self._wait(source, lambda: box.arrived)
+            box.collect()
+
+    def _posted(self, box: _Outbox, part: torch.Tensor, tensor: torch.Tensor, elements: int) -> bool:
+        """Try again to leave a part, after taking in whatever has arrived: the other side may be waiting for that."""
+        for other in self._in.values():
+            while other.arrived:
+                other.collect()
+        return box.post(part, tensor, elements)
+
+    def _wait(self, other: int, ready: Callable[[], bool]) -> None:
+        board, row = self._board, self._first + other
+
+        def look() -> bool:
+            alive = board.alive(row)
+            if ready():
+                return True
+            if not alive:
+                who = f"device {other} of the same replica" if other >= 0 else "device 0 of replica 0"
+                raise ReplicaDied(
+                    f"device {self.rank} waits for {who}, whose process has ended: a cut model needs all its devices"
+                )
+            return False
+
+        board.wait(self._process, Phase.AWAITING_DEVICES, look, self._timeout_s)
+
+    # ── all together ─────────────────────────────────────────────────────────────────────────────────────
+
+    def along(self, ranks: Sequence[int]) -> DeviceGroup:
+        """Some of the devices, this one among them, for what they do together."""
+        return DeviceGroup(self, tuple(ranks))
+
+    @property
+    def everyone(self) -> DeviceGroup:
+        return self.along(range(self.count))
+
+    # ── all replicas ─────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the first device of the first replica, of all on this host."""
+        return self._process == 0
+
+    def tell_all(self, numbers: Sequence[int] | None = None) -> list[int]:
+        """What the first device of all says, on every device of every replica: what they must decide alike."""
+        # Nobody sends to itself, so the first device's mailbox to itself is free. Nothing there is written twice.
+        words = self._arena.view(0, torch.int64, [BOX_BYTES // 8])[self._told :]
+        if self.first:
+            assert numbers is not None
+            words[1 : 1 + len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
+            words[0] = 1 + len(numbers)  # after what it announces
+        elif not words[0]:
+            self._wait(-self._first, lambda: bool(words[0]))
+        length = int(words[0])
+        self._told += length
+        return words[1:length].tolist()
+
+    def close(self) -> None:
+        self._arena.close()
+
+
+class DeviceGroup:
+    """Devices that do something together; results are the same bits on all."""
+
+    def __init__(self, peers: Peers, ranks: tuple[int, ...]) -> None:
+        self.peers = peers
+        self.ranks = ranks
+        self.index = ranks.index(peers.rank)
+        self.count = len(ranks)
+        self._others = [rank for rank in ranks if rank != peers.rank]
+
+    def exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Everybody's tensor, in the order of the devices."""
+        for other in self._others:
+            self.peers.send(tensor, other)
+        return [tensor if rank == self.peers.rank else self.peers.receive(rank) for rank in self.ranks]
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over the group, added up in the order of the devices."""
+        if self.count == 1:
+            return tensor
+        first, second, *others = self.exchange(tensor.detach())
+        total = first + second
+        for other in others:
+            total += other
+        return total
+
+    def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Everybody's tensor side by side along `dim`; they may differ in length there."""
+        return torch.cat(self.exchange(tensor.detach()), dim) if self.count > 1 else tensor
+
+    def broadcast(self, tensor: torch.Tensor | None, source: int = 0) -> torch.Tensor:
+        """The tensor of the group's `source`-th device."""
+        if self.index != source:
+            return self.peers.receive(self.ranks[source])
+        assert tensor is not None
+        for other in self._others:
+            self.peers.send(tensor, other)
+        return tensor
+
+
+class _Box:
+    def __init__(self, arena: Arena, offset: int) -> None:
+        words = DESCRIPTORS * WORDS
+        head = arena.view(offset, torch.int64, [_HEAD_BYTES // 8 + words]).numpy().data
+        self._counters = head[: _HEAD_BYTES // 8]
+        self._descriptors = head[_HEAD_BYTES // 8 :]
+        self._room = arena.view(offset + _HEAD_BYTES + words * 8, torch.uint8, [ROOM_BYTES])
+
+    # One line of the cache each, so that neither side's writing disturbs the other's looking.
+    @property
+    def posted(self) -> int:
+        return self._counters[0]
+
+    @property
+    def taken(self) -> int:
+        return self._counters[64]
+
+
+class _Outbox(_Box):
+    def __init__(self, arena: Arena, offset: int) -> None:
+        super().__init__(arena, offset)
+        self._lying: deque[tuple[int, int, int]] = deque()  # number, start, stop of what may not be taken yet
+
+    def post(self, part: torch.Tensor, whole: torch.Tensor, elements: int) -> bool:
+        """Leave a part of a message; False if there is no room at the moment."""
+        number, taken = self.posted, self.taken
+        while self._lying and self._lying[0][0] < taken:
+            self._lying.popleft()
+        if number - taken >= DESCRIPTORS:
+            return False
+        size = part.nbytes
+        start = self._find(size)
+        if start is None:
+            return False
+        if size:
+            self._room[start : start + size].view(part.dtype).copy_(part)
+        if whole.dim() > MOST_DIMS or whole.dtype not in _NUMBERS:
+            raise PacelineError(f"a tensor of {whole.dtype} with {whole.dim()} dims cannot go to another device")
+        at = number % DESCRIPTORS * WORDS
+        descriptor = (start, part.numel(), _NUMBERS[whole.dtype], elements, int(whole.requires_grad), whole.dim())
+        for index, word in enumerate((*descriptor, *whole.shape)):
+            self._descriptors[at + index] = word
+        self._lying.append((number, start, start + size))
+        self._counters[0] = number + 1  # after everything it announces
+        return True
+
+    def _find(self, size: int) -> int | None:
+        if not self._lying:
+            return 0
+        first, last = self._lying[0][1], -(-self._lying[-1][2] // _ALIGN) * _ALIGN
+        if self._lying[-1][1] >= first:  # what lies there does not wrap around
+            if last + size <= ROOM_BYTES:
+                return last
+            return 0 if size <= first else None
+        return last if last + size <= first else None
+
+
+class _Inbox(_Box):
+    def __init__(self, arena: Arena, offset: int) -> None:
+        super().__init__(arena, offset)
+        self._whole: deque[torch.Tensor] = deque()
+        self._begun: torch.Tensor | None = None  # a message of which pieces are missing
+        self._filled = 0
+
+    @property
+    def arrived(self) -> bool:
+        return self.posted > self.taken
+
+    def next(self) -> torch.Tensor | None:
+        if not self._whole and self.arrived:
+            self.collect()
+        return self._whole.popleft() if self._whole else None
+
+    def clear(self) -> None:
+        """Throw away what has arrived; nobody may send meanwhile."""
+        while self.arrived:
+            self.collect()
+        self._whole.clear()
+        self._begun = None
+
+    def collect(self) -> None:
+        """Copy out what has arrived first."""
+        number = self.taken
+        at = number % DESCRIPTORS * WORDS
+        start, length, kind, elements, _, dims = self._descriptors[at : at + 6]
+        dtype = DTYPES[kind]
+        if self._begun is None:
+            shape = list(self._descriptors[at + 6 : at + 6 + dims])
+            self._begun, self._filled = torch.empty(shape, dtype=dtype), 0
+        if length:
+            view = self._room[start : start + length * dtype.itemsize].view(dtype)
+            self._begun.view(-1)[self._filled : self._filled + length].copy_(view)
+        self._filled += length
+        self._counters[64] = number + 1
+        if self._filled == elements:
+            self._whole.append(self._begun)
+            self._begun = None

@@ -1,0 +1,102 @@
+"""Which engine this process trains with, and how it finds the others: that follows from its place.
+
+- alone: plain torch, nothing shared;
+- under `paceline run`: the supervisor's board is an open descriptor;
+- under `torchrun`: the first replica of a host makes a board, and the others open it through the rendezvous.
+
+`exchange` says who shares memory. With `shared` all replicas of a host do. With `collective` none do: each is a host of
+its own to the others, which is also how replicas on GPUs work.
+"""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.errors import LaunchError
+from paceline.exchange.board import Board, Word
+from paceline.exchange.links import Links, Store, open_store
+from paceline.exchange.mailboxes import Peers
+from paceline.exchange.together import Together
+from paceline.exchange.wire import wire
+from paceline.loop.engine import Engine
+from paceline.loop.solo import Solo
+from paceline.memory import segment
+from paceline.memory.heap import keep_memory
+from paceline.mirrored.engine import MirroredEngine
+from paceline.place import PLACE_VARIABLE, Place
+from paceline.split.opening import open_cut
+from paceline.strategy import Mirrored
+
+
+def open_engine(model: nn.Module, optimizer: Optimizer, place: Place) -> Engine:
+    """The engine for this process."""
+    if place.world == 1 and place.board is None:
+        return Solo(model, optimizer)
+    where, board, links = meet(model, place)
+    cut = None
+    if isinstance(place.strategy, Mirrored) and (split := place.strategy.split) is not None:
+        board.announce(where.row)
+        together = Together(board, where.row, place.strategy.timeout_s)
+        cut = open_cut(split, Peers.meet(together, split.devices), place.dims)
+    return MirroredEngine(model, optimizer, where, board, links, cut)
+
+
+def meet(model: nn.Module, place: Place) -> tuple[Place, Board, Links | None]:
+    """Find the others: this replica's place among those who share its memory, their board, the links to the rest."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    apart = place.strategy.exchange == "collective" or device.type != "cpu"
+    store = _store(place) if place.hosts > 1 or place.board is None or (apart and place.world > 1) else None
+    if place.board is None:
+        assert store is not None
+        place = _share_board(place, store)
+    assert place.board is not None
+    if not apart:
+        board = Board(place.board)
+        name = f"owner-{place.row}/{board.get(place.row, Word.ARENAS)}"
+        return place, board, _links(place, store, name, place.host, place.hosts, device)
+    board = Board(place.board, only_row=place.row)
+    name = f"replicas/{board.get(0, Word.ARENAS)}"
+    links = _links(place, store, name, place.rank, place.world, device)
+    return msgspec.structs.replace(place, row=0, rows=1), board, links
+
+
+def _links(place: Place, store: Store | None, name: str, host: int, hosts: int, device: torch.device) -> Links | None:
+    if hosts == 1:
+        return None
+    assert store is not None
+    return Links(store, name, host, hosts, wire(place.strategy.wire), place.strategy.timeout_s, device)
+
+
+def _store(place: Place) -> Store:
+    if place.rendezvous is None:
+        raise LaunchError("the replicas have no address to find each other at: start them with `paceline run`")
+    # torchrun's agent may already serve a store at this address.
+    serve = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return open_store(place.rendezvous, serve=serve, timeout_s=min(place.strategy.timeout_s, 300.0))
+
+
+def _share_board(place: Place, store: Store) -> Place:
+    """Without a supervisor the first replica of each host makes the board."""
+    key = f"board-{place.host}"
+    if place.row == 0:
+        descriptor = Board.create(place.rows, supervised=False).descriptor
+        store.set(key, f"{os.getpid()}/{descriptor}")
+        # This process may be the one that serves the store: it stays until all have what they came for.
+        store.wait([f"{key}/{replica}" for replica in range(1, place.rows)])
+    else:
+        process, held = store.get(key).decode().split("/")
+        descriptor = segment.open_held(int(process), int(held))
+        store.set(f"{key}/{place.row}", "opened")
+    keep_memory()
+    if "OMP_NUM_THREADS" not in os.environ:
+        # Each replica with threads for all cores would make them fight for the cores.
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.rows))
+    place = msgspec.structs.replace(place, board=descriptor)
+    # The next trainer of this process finds it there.
+    os.environ[PLACE_VARIABLE] = msgspec.json.encode(place).decode()
+    return place

@@ -1,0 +1,176 @@
+"""How the replicas of a host come to share one model.
+
+The first of them makes the arena and copies its parameters in; the others compare theirs with it, bit by bit, and
+then let go of their own copy. A replica that was started again takes what it finds.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.errors import ArenaError, ModelError, ReplicaDied
+from paceline.exchange.board import Kind, MemberLost, Members, Phase
+from paceline.exchange.links import Links
+from paceline.exchange.together import Together
+from paceline.memory.arena import Arena
+from paceline.memory.layout import aligned
+from paceline.memory.model_arena import ModelArena, Sizes
+from paceline.optim.model_in_arena import SMALLEST_SCRATCH_BYTES, ModelInArena
+from paceline.optim.state import StateLayout
+
+
+class SharedModel(ModelInArena):
+    """A model that all replicas of a host share, with everything known that owners need."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, together: Together, *, several_hosts: bool, sparse: bool = False
+    ) -> None:
+        """`sparse`: not all of the arena will be used, so take what is, and no more."""
+        board = together.board
+        super().__init__(model, optimizer, board.replicas)
+        self._users_state = {
+            number: dict(optimizer.state[parameter])
+            for number, parameter in enumerate(self.parameters)
+            if optimizer.state.get(parameter)
+        }
+        self.states = StateLayout(optimizer, self.layout, self._users_state)
+        self._sizes = Sizes(
+            replicas=board.replicas,
+            state_blocks=tuple(self.states.block_bytes),
+            scratch_bytes=_scratch_bytes(model),
+            buffer_bytes=self.buffer_bytes,
+            several_hosts=several_hosts,
+        )
+        self._sparse = sparse
+        self._together = together
+        self._replica = together.replica
+
+    @property
+    def users_state(self) -> dict[int, dict[str, Any]]:
+        """What the user's optimizer held before training, by slot."""
+        return self._users_state
+
+    def share(self) -> None:
+        """Come to have an arena in common with the other replicas, which all call this."""
+        number = self._together.board.next_arena(self._replica)
+        if self._together.board.replicas == 1:
+            self.fill(ModelArena.private(self.layout, self._sizes, self._device))
+        else:
+            self._together.attempt(lambda members: self._try_to_share(number, members))
+
+    def join(self) -> None:
+        """Take part in the arena of a run in progress."""
+        board = self._together.board
+        number = board.next_arena(self._replica)
+        while not hasattr(self, "arena"):
+            living = [rank for rank in range(board.replicas) if board.alive(rank)]
+            if not living:
+                raise ReplicaDied(f"replica {self._replica} was started again, but nobody is left to join")
+            with suppress(MemberLost):
+                self._attach(number, living[0], compare=False)
+
+    def _try_to_share(self, number: int, members: Members) -> None:
+        board = self._together.board
+        board.work_on(members, Kind.BUILD, Phase.STARTING)
+        if not hasattr(self, "arena"):
+            if members.chief == self._replica and board.arena_holder(number) is None:
+                self.fill(ModelArena.create(self.layout, self._sizes, sparse=self._sparse))
+                board.hold_arena(self._replica, number, self.arena.arena.descriptor)
+            else:
+                self._attach(number, members.chief, compare=True)
+        self._together.arrive(members, Phase.AWAITING_ARENA)
+
+    def _attach(self, number: int, chief: int, *, compare: bool) -> None:
+        """Take part in the arena that a living replica holds, or that the chief is about to make."""
+        board = self._together.board
+
+        def ready() -> bool:
+            alive = board.alive(chief)
+            if board.arena_holder(number) is not None:
+                return True
+            if not alive:
+                raise MemberLost
+            return False
+
+        board.wait(self._replica, Phase.AWAITING_ARENA, ready, self._together.timeout_s)
+        held = board.arena_holder(number)
+        if held is None:
+            raise MemberLost
+        holder, process, descriptor = held
+        try:
+            arena = Arena.attach(process, descriptor)
+        except ArenaError:
+            # It may have died a moment ago: then the supervisor is about to say so.
+            give_up = time.monotonic() + 1.0
+            while board.alive(holder):
+                if time.monotonic() > give_up:
+                    raise
+                time.sleep(0.001)
+            raise MemberLost from None
+        _compare_descriptions(self.layout.describe(), ModelArena.described(arena), self._replica, holder)
+        self.arena = ModelArena(arena, self.layout, self._sizes)
+        if compare:
+            self.compare_values(f"{self._replica}", f"replica {holder}")
+        self.point_to_arena()
+        board.hold_arena(self._replica, number, arena.descriptor)
+
+    def compare_hosts(self, links: Links) -> None:
+        """All hosts must start from the same parameters, bit by bit."""
+        slots = self.layout.slots
+        checks = [zlib.crc32(self.arena.parameter(slot).cpu().numpy().tobytes()) for slot in slots]
+        if links.sum(torch.tensor([len(slots)])) != len(slots) * links.hosts:
+            raise ModelError("model", f"{len(slots)} parameters", "another host has another number of them")
+        totals = links.sum(torch.tensor(checks, dtype=torch.int64)).tolist()
+        for slot, check, total in zip(slots, checks, totals, strict=True):
+            if total != check * links.hosts:
+                raise ModelError(
+                    "model",
+                    slot.name,
+                    "this parameter differs between hosts at the start; set the same seed in every process before the "
+                    "model is made",
+                )
+
+    # ── buffers ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def publish_buffers(self) -> None:
+        for place, buffer in self.buffer_places():
+            place.copy_(buffer)
+
+    def take_buffers(self, links: Links | None = None) -> None:
+        """What the chief has published; with `links`, the first host's."""
+        for place, buffer in self.buffer_places():
+            buffer.copy_(place)
+            if links is not None:
+                buffer.copy_(links.sum(buffer if links.host == 0 else torch.zeros_like(buffer)))
+
+
+def _scratch_bytes(model: nn.Module) -> int:
+    """Room for the statistics of the widest BatchNorm: two sums and a count, in float64."""
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    widest = max((module.num_features for module in norms), default=0)
+    return max(SMALLEST_SCRATCH_BYTES, aligned((2 * widest + 1) * 8))
+
+
+def _compare_descriptions(mine: list[list[Any]], theirs: list[list[Any]], replica: int, holder: int) -> None:
+    if mine == theirs:
+        return
+    for own, other in zip(mine, theirs, strict=False):
+        if own != other:
+            raise ModelError(
+                "model",
+                own[0],
+                f"replica {replica} has it as {own[1:3]} and replica {holder} has {other[0]!r} as {other[1:3]}; "
+                "build the same model and optimizer in every process",
+            )
+    raise ModelError(
+        "model",
+        f"{len(mine)} parameters",
+        f"replica {holder} has {len(theirs)}; build the same model in every process",
+    )

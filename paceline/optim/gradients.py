@@ -1,0 +1,175 @@
+"""Gradients on their way from backward into the arena.
+
+A hook copies every gradient into this replica's flat buffer the moment backward has finished it, while it is
+still in the cache, and gives its memory back. A buffer always holds a valid contribution: what a parameter left
+there in an earlier step is zeroed when a step does not use that parameter.
+
+Of a linear layer the gradient need not even be copied: it is a product, computed where it goes (linear_gradients.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from paceline.optim import linear_gradients as products
+
+
+class Destination(Protocol):
+    """Where the gradient of one parameter goes."""
+
+    def put(self, gradient: torch.Tensor) -> None: ...
+
+    def add(self, gradient: torch.Tensor) -> None: ...
+
+    def zero(self) -> None: ...
+
+
+class Whole:
+    """One place for the whole gradient."""
+
+    def __init__(self, view: torch.Tensor) -> None:
+        self._view = view
+
+    def put(self, gradient: torch.Tensor) -> None:
+        if gradient.layout is torch.strided:
+            self._view.copy_(gradient)
+        else:
+            self._view.zero_().add_(gradient)
+
+    def add(self, gradient: torch.Tensor) -> None:
+        self._view.add_(gradient)
+
+    def put_product(self, one: torch.Tensor, other: torch.Tensor) -> None:
+        torch.mm(one, other, out=self._view)
+
+    def add_product(self, one: torch.Tensor, other: torch.Tensor) -> None:
+        self._view.addmm_(one, other)
+
+    def zero(self) -> None:
+        self._view.zero_()
+
+
+class Nowhere:
+    """For a gradient that somebody else has as well, and adds."""
+
+    def put(self, gradient: torch.Tensor) -> None:
+        pass
+
+    add = put
+
+    def zero(self) -> None:
+        pass
+
+
+class GradientCollector:
+    """Collects the gradients of one replica's step where they are to go."""
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        destinations: Sequence[Destination],
+        landed: Callable[[int], None] | None = None,
+        *,
+        fresh: bool = False,
+    ) -> None:
+        """`parameters`: the trained ones. `landed(number)` is called when a parameter's gradient has landed to which
+        this step will not add any more. `fresh`: the destinations are zero, and where nothing ever goes stay so without
+        being touched, which would take memory."""
+        self._parameters = parameters
+        self._destinations = destinations
+        self._seen = [False] * len(parameters)
+        self._dirty = [not fresh] * len(parameters)  # what a process before this one has left there
+        self._landed = landed
+        self._last_pass = True
+        self._collecting = False
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._hook(slot))  # type: ignore[no-untyped-call]
+            for slot, parameter in enumerate(parameters)
+            if parameter.requires_grad
+        ]
+        # Not if somebody waits for complete gradients: an operator does not know whether it is the last to add.
+        numbered = enumerate(parameters) if landed is None else ()
+        self._leads = [parameter for slot, parameter in numbered if products.lead(parameter, self, slot)]
+
+    def multiply(self, slot: int, one: torch.Tensor, other: torch.Tensor) -> bool:
+        """Have a gradient that is this product where it goes; False if none is collected now."""
+        destination = self._destinations[slot]
+        if not self._collecting or not isinstance(destination, Whole):
+            return False
+        if self._seen[slot]:
+            destination.add_product(one, other)
+        else:
+            destination.put_product(one, other)
+        self._seen[slot] = self._dirty[slot] = True
+        return True
+
+    def _hook(self, slot: int) -> Callable[[torch.Tensor], None]:
+        def collect(parameter: torch.Tensor) -> None:
+            if self._collecting and parameter.grad is not None:  # it may have landed already
+                self._collect(slot, parameter)
+
+        return collect
+
+    def redirect(self, destinations: Sequence[Destination]) -> None:
+        """From now on gradients go somewhere else, where what was collected so far is too."""
+        self._destinations = destinations
+
+    def begin(self) -> None:
+        """A step begins: whatever backward produces from now on belongs to it."""
+        self._seen = [False] * len(self._parameters)
+        self._collecting = True
+        if self._leads:
+            products.begin(self)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around the forward and backward of a step; `finish` has to follow."""
+        self.begin()
+        try:
+            yield
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Collect no more: what backward produces from now on belongs to no step."""
+        self._collecting = False
+        products.end(self)
+
+    def last_pass(self, is_last: bool) -> None:
+        """Whether the coming backward is the step's last one: then what lands is complete."""
+        self._last_pass = is_last
+
+    def _collect(self, slot: int, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        if self._seen[slot]:
+            self._destinations[slot].add(gradient)
+        else:
+            self._destinations[slot].put(gradient)
+        parameter.grad = None
+        self._seen[slot] = self._dirty[slot] = True
+        if self._landed is not None and self._last_pass:
+            self._landed(slot)
+
+    def finish(self) -> list[bool]:
+        """The step's backward is over: settle the parameters it did not use. Which ones it did."""
+        self.stop()
+        for slot, parameter in enumerate(self._parameters):
+            if parameter.grad is not None:  # was frozen when training began, and has no hook
+                self._collect(slot, parameter)
+            if not self._seen[slot] and self._dirty[slot]:
+                self._destinations[slot].zero()
+                self._dirty[slot] = False
+        return self._seen
+
+    def close(self) -> None:
+        self.stop()
+        for handle in self._handles:
+            handle.remove()
+        for parameter in self._leads:
+            products.forget(parameter)

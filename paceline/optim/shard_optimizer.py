@@ -1,0 +1,189 @@
+"""The user's own optimizer, applied in place to chunks of an arena.
+
+Any process of the host can update any chunk: parameters and state lie in the arena, and the options come from the
+user's optimizer, which every replica has. So an owner's work can be taken over at any moment.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from paceline.errors import ModelError
+from paceline.memory.layout import Chunk, FlatLayout, Piece
+from paceline.optim.state import FUSED, Entry, StateLayout, bare_copy, needs_whole_tensors, options_of
+
+
+class ChunkMemory(Protocol):
+    """Where the chunks lie: their parameters and their state blocks."""
+
+    layout: FlatLayout
+    parameters: torch.Tensor
+
+    def chunk_of(self, flat: torch.Tensor, chunk: Chunk) -> torch.Tensor: ...
+
+    def state_block(self, number: int) -> torch.Tensor: ...
+
+
+@dataclass
+class _PieceState:
+    """One piece as the optimizer sees it: a parameter, and its state as views of the arena."""
+
+    piece: Piece
+    group: int
+    parameter: torch.Tensor
+    state: list[tuple[Entry, torch.Tensor]]
+    born: bool
+
+
+class ShardOptimizer:
+    """Updates chunks of an arena as the user's optimizer would."""
+
+    def __init__(self, optimizer: Optimizer, arena: ChunkMemory, states: StateLayout) -> None:
+        self._users = optimizer
+        self._arena = arena
+        self._layout = arena.layout
+        self._entries = states.entries
+        self._own = bare_copy(optimizer)
+        self._whole = needs_whole_tensors(optimizer)
+        self._held: dict[int, list[_PieceState]] = {}
+        self._groups: list[dict[str, Any]] = []
+        self.refresh_options()
+
+    def refresh_options(self) -> None:
+        """Take over learning rates and other options, which the user or a scheduler may have changed."""
+        self._groups = [options_of(group) for group in self._users.param_groups]
+        if type(self._users) in FUSED:
+            for group in self._groups:
+                if not group.get("foreach") and group.get("fused") is None and not group.get("differentiable"):
+                    group["fused"] = True
+
+    def options_fingerprint(self) -> int:
+        """Equal on all replicas, or they no longer train the same model."""
+        options = [
+            [(k, float(v) if isinstance(v, torch.Tensor) else v) for k, v in sorted(group.items())]
+            for group in self._groups
+        ]
+        return zlib.crc32(repr(options).encode())
+
+    def update(self, number: int, gradient: torch.Tensor, touched: Sequence[int]) -> None:
+        """Update chunk `number`. `gradient` is the summed gradient over the chunk's range; `touched` tells by slot
+        whether there is one at all (a parameter nobody used is left alone, as in one process)."""
+        chunk = self._layout.chunks[number]
+        used = [held for held in self._hold(number) if touched[held.piece.slot]]
+        # Those with state and those without are updated apart: fused kernels do not take a mixture.
+        alike: dict[tuple[int, bool], list[torch.Tensor]] = {}
+        for held in used:
+            held.parameter.grad = self._range(gradient, chunk, held.piece)
+            alike.setdefault((held.group, held.born), []).append(held.parameter)
+        self._own.param_groups = [{**self._groups[group], "params": part} for (group, _), part in alike.items()]
+        self._own.step()
+        for held in used:
+            held.parameter.grad = None
+            self._keep(number, held)
+
+    def forget(self) -> None:
+        """Read everything from the arena again before the next update: somebody else has changed it."""
+        self._held.clear()
+        self._own.state.clear()
+
+    def _hold(self, number: int) -> list[_PieceState]:
+        if number in self._held:
+            return self._held[number]
+        chunk = self._layout.chunks[number]
+        flat = self._arena.chunk_of(self._arena.parameters, chunk)
+        block = self._arena.state_block(number)
+        born = block[: len(chunk.pieces)].tolist()
+        self._held[number] = []
+        for index, piece in enumerate(chunk.pieces):
+            group = self._layout.slots[piece.slot].group
+            assert group is not None
+            state = [(entry, entry.view(block)) for entry in self._entries[number][index]]
+            held = _PieceState(piece, group, self._range(flat, chunk, piece), state, bool(born[index]))
+            if held.born:
+                self._own.state[held.parameter] = {
+                    entry.key: value if entry.python is None else entry.python(value.item()) for entry, value in state
+                }
+            self._held[number].append(held)
+        return self._held[number]
+
+    def _keep(self, number: int, held: _PieceState) -> None:
+        """Make sure the piece's state lies in the arena: what the optimizer has made anew is copied there."""
+        state = self._own.state[held.parameter]
+        for entry, value in held.state:
+            kept = state.get(entry.key)
+            if kept is value or kept is None:
+                continue
+            if isinstance(kept, torch.Tensor):
+                value.copy_(kept)
+                state[entry.key] = value
+            else:
+                value.fill_(kept)
+        if not held.born:
+            self._refuse_unknown(state, held)
+            index = self._held[number].index(held)
+            self._arena.state_block(number)[index] = 1
+            held.born = True
+
+    def _refuse_unknown(self, state: Mapping[str, Any], held: _PieceState) -> None:
+        known = {entry.key for entry, _ in held.state}
+        for key, value in state.items():
+            if value is not None and key not in known:
+                raise ModelError(
+                    "optimizer",
+                    type(self._users).__name__,
+                    f"it keeps {key!r} for some tensors only; give all tensors of a group the same options",
+                )
+
+    def _range(self, flat: torch.Tensor, chunk: Chunk, piece: Piece) -> torch.Tensor:
+        """The piece's elements of a flat buffer that covers the chunk."""
+        slot = self._layout.slots[piece.slot]
+        begin = (slot.offset - chunk.start) // slot.dtype.itemsize + piece.start
+        part = flat[begin : begin + piece.elements]
+        return part.view(slot.shape) if self._whole else part
+
+    # ── whole tensors in and out ─────────────────────────────────────────────────────────────────────────
+
+    def take_state(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Fill the arena with whole-tensor states, by slot. A slot that is not named has no state yet."""
+        self.forget()
+        for number, chunk in enumerate(self._layout.chunks):
+            block = self._arena.state_block(number)
+            for index, piece in enumerate(chunk.pieces):
+                given = states.get(piece.slot)
+                block[index] = int(bool(given))
+                for entry in self._entries[number][index] if given else ():
+                    assert given is not None
+                    whole, value = given.get(entry.key), entry.view(block)
+                    if isinstance(whole, torch.Tensor) and entry.elementwise:
+                        value.copy_(whole.detach().reshape(-1)[piece.start : piece.stop])
+                    elif isinstance(whole, torch.Tensor):
+                        value.copy_(whole.detach().reshape(entry.shape))
+                    elif whole is not None:
+                        value.fill_(whole)
+
+    def give_state(self) -> dict[int, dict[str, Any]]:
+        """The state of every parameter that has been updated, as whole tensors, by slot."""
+        states: dict[int, dict[str, Any]] = {}
+        for number, chunk in enumerate(self._layout.chunks):
+            block = self._arena.state_block(number)
+            for index, piece in enumerate(chunk.pieces):
+                if not int(block[index]):
+                    continue
+                slot = self._layout.slots[piece.slot]
+                state = states.setdefault(piece.slot, {})
+                for entry in self._entries[number][index]:
+                    value = entry.view(block)
+                    if entry.python is not None:
+                        state[entry.key] = entry.python(value.item())
+                    elif entry.elementwise:
+                        whole = state.setdefault(entry.key, torch.empty(slot.shape, dtype=entry.dtype))
+                        whole.view(-1)[piece.start : piece.stop] = value
+                    else:
+                        state[entry.key] = value.clone()
+        return states

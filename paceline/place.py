@@ -1,0 +1,128 @@
+"""Where a process stands: which replica it is, on which host, and what its supervisor gave it.
+
+A process learns its place once, at the first `Trainer` or `distribute`, from one of three sources:
+
+- `paceline run` hands every replica one JSON value in `PACELINE_PLACE` (and the board as an open descriptor);
+- `torchrun` sets RANK, WORLD_SIZE, LOCAL_RANK …;
+- plain `python train.py` sets nothing: the process is alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import msgspec
+
+from paceline.errors import InvalidInput, LaunchError
+from paceline.strategy import Mirrored, Strategy
+
+PLACE_VARIABLE = "PACELINE_PLACE"
+INTERRUPTED = 130  # exit code of a run that was asked to stop
+MOST_NAME = 100  # letters of a container's name
+
+
+class Recording(msgspec.Struct, frozen=True):
+    """What `paceline verify` asks of a run: dump every tensor of the first steps, then end."""
+
+    folder: str
+    steps: int
+
+
+class ServersPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the servers are, and how to be let in."""
+
+    addresses: list[str]
+    container: str
+    token_folder: str | None = None  # where the token is: the folder, or the file
+    keys: str | None = None  # folder with keys for TLS
+    run: str = ""  # which of those that come to running servers this is
+
+
+def check_container(name: str) -> str:
+    """A container's name: it is shown in lists, and files are named after it."""
+    if not (0 < len(name) <= MOST_NAME and name.isprintable() and "/" not in name and not name.startswith(".")):
+        raise InvalidInput(
+            "container", name[:MOST_NAME], f"give up to {MOST_NAME} letters without /, the first of them not a dot"
+        )
+    return name
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Which of the run's processes this is: a replica, or one device of a replica that is cut over several."""
+
+    row: int  # of this process on the board of its host, from 0
+    rows: int  # processes on this host
+    host: int = 0
+    hosts: int = 1
+    board: int | None = None  # descriptor of the host's board; None: agree on one through the rendezvous
+    rendezvous: str | None = None  # address:port of the store that joins the hosts
+    run_folder: str | None = None
+    restarted: bool = False  # a new process in the place of one that died
+    save_on_stop: str | None = None
+    strategy: Strategy = Mirrored()
+    servers: ServersPlace | None = None
+    recording: Recording | None = None
+    dims: dict[str, str] = {}  # names of parameters' dims, as the script gives them
+    dims_to: str | None = None  # write down what dims the model has, in this file, and end (`paceline dims`)
+
+    @property
+    def rank(self) -> int:
+        """Number of this process among all hosts'."""
+        return self.host * self.rows + self.row
+
+    @property
+    def world(self) -> int:
+        """Processes on all hosts."""
+        return self.hosts * self.rows
+
+    @property
+    def replica(self) -> int:
+        """Number of the replica that this process is, or is a device of, among all hosts'."""
+        return self.rank // self.strategy.devices
+
+    @property
+    def device(self) -> int:
+        """Which of its replica's devices this process is; 0 unless the model is cut."""
+        return self.rank % self.strategy.devices
+
+
+def find_place(environment: Mapping[str, str] = os.environ) -> Place:
+    """The place of this process.
+
+    >>> find_place({}).world
+    1
+    >>> find_place({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+    ...             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}).host
+    1
+    """
+    if given := environment.get(PLACE_VARIABLE):
+        return msgspec.json.decode(given, type=Place)
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return _from_torchrun(environment)
+    return Place(row=0, rows=1)
+
+
+def _from_torchrun(environment: Mapping[str, str]) -> Place:
+    try:
+        rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        local = int(environment.get("LOCAL_RANK", rank))
+        on_host = int(environment.get("LOCAL_WORLD_SIZE", world))
+        rendezvous = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
+    except (KeyError, ValueError) as error:
+        raise LaunchError(
+            f"RANK and WORLD_SIZE are set but {error} is missing or not a number: "
+            "start the script with torchrun, or with `paceline run`"
+        ) from error
+    if world % on_host:
+        raise LaunchError(
+            f"WORLD_SIZE is {world} and LOCAL_WORLD_SIZE {on_host}: every host must run equally many replicas"
+        )
+    return Place(
+        row=local,
+        rows=on_host,
+        host=rank // on_host,
+        hosts=world // on_host,
+        rendezvous=rendezvous,
+        strategy=Mirrored(replicas=world),
+    )

@@ -1,0 +1,96 @@
+"""The parts of a cut model: which piece of every parameter and buffer a device has, and where its gradients go.
+
+Parameters lie whole in the arena, and a device's are views of its pieces; buffers are each device's own, and those of
+the first replica leave theirs in the arena, where the whole ones can be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from paceline.optim.gradients import Destination, Nowhere, Whole
+from paceline.optim.model_in_arena import ModelInArena
+from paceline.optim.models import own_state
+from paceline.split.cut import WHOLE, Cut, TensorPart
+
+
+class Parts:
+    """One device's parts."""
+
+    def __init__(self, cut: Cut, shared: ModelInArena, process: int, model: nn.Module) -> None:
+        self._cut = cut
+        self._shared = shared
+        self._model = own_state(model)
+        self._process = process
+        self._first = process - cut.peers.rank  # of this replica's processes
+        self._of: list[TensorPart] = [WHOLE] * len(shared.layout.slots)
+        self._of_buffers: list[TensorPart] = [WHOLE] * len(shared.buffers)
+
+    def take(self) -> list[Destination]:
+        """After `Cut.prepare`: make the model's tensors this device's parts. Where gradients are to go, by slot."""
+        arena, slots = self._shared.arena, self._shared.layout.slots
+        self._of = [self._cut.part_of(slot.name) for slot in slots]
+        self._of_buffers = [self._cut.part_of(name) for name, _ in self._model.named_buffers()]
+        for slot, parameter, part in zip(slots, self._shared.parameters, self._of, strict=True):
+            parameter.data = part.of(arena.parameter(slot))
+        for buffer, part in zip(self._shared.buffers, self._of_buffers, strict=True):
+            if part.index:
+                buffer.data = part.of(buffer.data).clone()
+        destinations: list[Destination] = []
+        for slot, part in zip(slots[: len(self._shared.trained)], self._of, strict=False):
+            row = self._process if part.adds_to is None else self._first + part.adds_to
+            place = part.of(arena.gradient(row, slot))
+            destinations.append(Whole(place) if part.adds else Nowhere())
+        return destinations
+
+    def mark(self, used: list[bool], marks: torch.Tensor) -> None:
+        """By slot, whether this process's buffer has a gradient. What several share is its holder's to say."""
+        rank = self._cut.peers.rank
+        marks[: len(used)] = torch.tensor(
+            [u and part.adds and part.adds_to in (None, rank) for u, part in zip(used, self._of, strict=False)],
+            dtype=torch.uint8,
+        )
+
+    # ── buffers ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def publish_buffers(self) -> None:
+        """Leave those that are this device's to tell."""
+        if self._first:
+            return
+        for (place, buffer), part in zip(self._shared.buffer_places(), self._of_buffers, strict=True):
+            if part.adds:
+                part.of(place).copy_(buffer)
+
+    def take_buffers(self) -> None:
+        for (place, buffer), part in zip(self._shared.buffer_places(), self._of_buffers, strict=True):
+            buffer.copy_(part.of(place))
+
+    # ── whole tensors ────────────────────────────────────────────────────────────────────────────────────
+
+    def whole_state(self) -> dict[str, torch.Tensor]:
+        """The model's own state_dict, as if it were not cut."""
+        whole = self._whole()
+        return {name: whole.get(tensor, tensor) for name, tensor in self._named_state().items()}
+
+    def take_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Whole tensors, into the parameters in the arena and into this device's buffers."""
+        whole = self._whole()
+        for name, tensor in self._named_state().items():
+            if name in state:
+                whole.get(tensor, tensor).copy_(state[name])
+        self.take_buffers()
+
+    def _named_state(self) -> dict[str, torch.Tensor]:
+        # Tensors themselves and not copies that look the same: they are looked up.
+        return self._model.state_dict(keep_vars=True)
+
+    def _whole(self) -> dict[torch.Tensor, torch.Tensor]:
+        shared = self._shared
+        found: dict[torch.Tensor, torch.Tensor] = {
+            parameter: shared.arena.parameter(slot)
+            for slot, parameter in zip(shared.layout.slots, shared.parameters, strict=True)
+        }
+        return found | {buffer: place for place, buffer in shared.buffer_places()}

@@ -1,0 +1,150 @@
+"""BatchNorm over parts is stock BatchNorm over the whole batch: outputs, gradients, running statistics."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.optim.batchnorm import Statistics, make_exact
+
+
+class Meeting:
+    """Adds up what two or more threads bring, each sum when all have come: the exchange, by hand."""
+
+    def __init__(self, parts: int) -> None:
+        self._values: list[torch.Tensor | None] = [None] * parts
+        self._barrier = threading.Barrier(parts, timeout=20)
+
+    def sum_for(self, part: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        def total(values: torch.Tensor) -> torch.Tensor:
+            self._values[part] = values
+            self._barrier.wait()
+            result = sum(value for value in self._values if value is not None)
+            self._barrier.wait()
+            assert isinstance(result, torch.Tensor)
+            return result
+
+        return total
+
+
+def train_in_parts(model: nn.Module, parts: list[torch.Tensor], steps: int) -> list[dict[str, Any]]:
+    """Each thread has its own copy of the model and its part of the batch; what it ends with."""
+    meeting = Meeting(len(parts))
+
+    def work(index: int) -> dict[str, Any]:
+        own, statistics = copy.deepcopy(model), Statistics()
+        undo = make_exact(own, statistics)
+        statistics.sum = meeting.sum_for(index)
+        for _ in range(steps):
+            own.zero_grad()
+            x = parts[index].clone().requires_grad_()
+            y = own(x)
+            loss_of(y, sum(map(len, parts))).backward()
+        undo()
+        assert type(own) is type(model)
+        gradients = {name: parameter.grad for name, parameter in own.named_parameters()}
+        return {"y": y.detach(), "dx": x.grad, "gradients": gradients, "buffers": dict(own.named_buffers())}
+
+    with ThreadPoolExecutor(len(parts)) as threads:
+        return list(threads.map(work, range(len(parts)), timeout=30))
+
+
+def loss_of(y: torch.Tensor, samples: int) -> torch.Tensor:
+    """Something whose gradient differs from element to element."""
+    weights = torch.linspace(-1, 1, y[0].numel(), dtype=y.dtype).view(y.shape[1:])
+    return (y.square() * y * weights + y * weights.sin()).sum() / samples
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "1d": (lambda: nn.BatchNorm1d(5), (5,)),
+    "1d, sequences": (lambda: nn.BatchNorm1d(5), (5, 7)),
+    "2d": (lambda: nn.BatchNorm2d(5), (5, 4, 3)),
+    "3d": (lambda: nn.BatchNorm3d(5), (5, 2, 3, 2)),
+    "not affine": (lambda: nn.BatchNorm2d(5, affine=False), (5, 4, 3)),
+    "average over all batches": (lambda: nn.BatchNorm2d(5, momentum=None), (5, 4, 3)),
+    "no running statistics": (lambda: nn.BatchNorm2d(5, track_running_stats=False), (5, 4, 3)),
+    "other eps and momentum": (lambda: nn.BatchNorm1d(5, eps=0.1, momentum=0.4), (5,)),
+    "fp64": (lambda: nn.BatchNorm2d(5).double(), (5, 4, 3)),
+    "fp64, not affine": (lambda: nn.BatchNorm2d(5, affine=False).double(), (5, 4, 3)),
+}
+
+
+@pytest.mark.parametrize("sizes", [(6, 6), (7, 2), (1, 4, 3)], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_parts_give_what_stock_batchnorm_gives_for_the_whole(case: str, sizes: tuple[int, ...]) -> None:
+    make, shape = CASES[case]
+    model = make()
+    dtype = torch.float64 if case.startswith("fp64") else torch.float32
+    generator = torch.Generator().manual_seed(0)
+    # A mean far from 0: a variance from sums of squares in fp32 would lose its digits.
+    whole = torch.randn(sum(sizes), *shape, generator=generator, dtype=dtype) * 3 + 20
+    for parameter in model.parameters():
+        parameter.data.uniform_(0.5, 2.0, generator=generator)
+    ends = train_in_parts(model, list(whole.split(sizes)), steps=3)
+
+    for _ in range(3):
+        model.zero_grad()
+        x = whole.clone().requires_grad_()
+        y = model(x)
+        loss_of(y, len(whole)).backward()
+    assert x.grad is not None
+    exactness = {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(torch.cat([end["y"] for end in ends]), y.detach(), **exactness)
+    torch.testing.assert_close(torch.cat([end["dx"] for end in ends]), x.grad, **exactness)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(sum(end["gradients"][name] for end in ends), parameter.grad, **exactness)
+    for name, buffer in model.named_buffers():
+        for end in ends:
+            torch.testing.assert_close(end["buffers"][name], buffer, **exactness)
+            assert torch.equal(end["buffers"][name], ends[0]["buffers"][name])
+
+
+def test_bf16_input_with_fp32_parameters_as_under_autocast() -> None:
+    model = nn.BatchNorm2d(3)
+    whole = torch.randn(8, 3, 4, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
+    ends = train_in_parts(model, list(whole.split((5, 3))), steps=1)
+    x = whole.clone().requires_grad_()
+    y = model(x)
+    loss_of(y, len(whole)).backward()
+    assert x.grad is not None
+    assert ends[0]["y"].dtype == y.dtype
+    torch.testing.assert_close(torch.cat([end["y"] for end in ends]), y.detach(), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(torch.cat([end["dx"] for end in ends]), x.grad, rtol=2e-2, atol=2e-2)
+
+
+def test_the_module_keeps_its_name_and_its_state_dict() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 3, 1), nn.BatchNorm2d(3))
+    keys, text = list(model.state_dict()), str(model)
+    undo = make_exact(model, Statistics())
+    assert (list(model.state_dict()), str(model)) == (keys, text)
+    assert isinstance(model[1], nn.BatchNorm2d)
+    undo()
+    assert type(model[1]) is nn.BatchNorm2d
+
+
+def test_evaluation_does_not_meet_anybody() -> None:
+    model = nn.BatchNorm1d(3)
+    statistics = Statistics()
+    make_exact(model, statistics)
+
+    def never(values: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("nobody else is evaluating this batch")
+
+    statistics.sum = never
+    assert torch.allclose(model.eval()(torch.ones(2, 3)), torch.ones(2, 3), atol=1e-4)
+
+
+def test_a_single_value_per_channel_has_no_variance() -> None:
+    model, statistics = nn.BatchNorm1d(3), Statistics()
+    make_exact(model, statistics)
+    statistics.sum = lambda values: values
+    with pytest.raises(ValueError, match="more than one value per channel"):
+        model(torch.ones(1, 3))

@@ -1,0 +1,44 @@
+"""Imports point one way. A room is a folder of the package, a folder of `central`, or a file beside them."""
+
+import ast
+from pathlib import Path
+
+import paceline
+
+PACKAGE = Path(paceline.__file__).parent
+
+
+def room_of(module: str) -> str:
+    parts = module.split(".")[1:]
+    if parts[:1] == ["central"] and (PACKAGE / "central" / parts[1] if len(parts) > 1 else PACKAGE).is_dir():
+        return ".".join(parts[:2])
+    return ".".join(parts[:2]) if parts[:1] == ["central"] else (parts or [""])[0]
+
+
+def imported(path: Path) -> set[str]:
+    """Modules that a file imports anywhere in it, also late, but for what only a type checker reads."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in found if name.startswith("paceline.")}
+
+
+def test_no_two_rooms_import_each_other() -> None:
+    below: dict[str, set[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        room = room_of(
+            ".".join(("paceline", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+        )
+        below.setdefault(room, set()).update({room_of(name) for name in imported(path)} - {room})
+    below.pop("")  # the public names of all rooms
+    while free := [room for room, needs in below.items() if not needs & below.keys()]:
+        for room in free:
+            del below[room]
+    assert not below, {room: sorted(needs & below.keys()) for room, needs in below.items()}
