@@ -1,0 +1,22 @@
+"""Evaluations of a run: which one, and what came of it. A script that is resumed finds its results again by these."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class EvaluationKey(msgspec.Struct, frozen=True, array_like=True):
+    """Which evaluation of a script: where it stands, and how many came before it at the same place."""
+
+    chapter: int
+    epoch: int
+    position: int
+    number: int
+
+
+class EvaluationResult(msgspec.Struct, frozen=True):
+    """What came of it: sums over all samples, and the names of a metric that returns several numbers."""
+
+    key: EvaluationKey
+    sums: list[float]
+    names: list[str] | None = None  # None: one number, or nobody here has computed it
