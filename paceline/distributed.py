@@ -31,7 +31,7 @@ from paceline.mirrored.owner import Owner
 from paceline.mirrored.reducer import MeanReducer
 from paceline.mirrored.shared_model import SharedModel
 from paceline.optim.shard_optimizer import ShardOptimizer
-from paceline.place import Place, find_place
+from paceline.run_place import Place, find_place
 
 Model = TypeVar("Model", bound=nn.Module)
 SomeOptimizer = TypeVar("SomeOptimizer", bound=Optimizer)

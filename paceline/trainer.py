@@ -25,8 +25,8 @@ from paceline.errors import DataError, PacelineError, StrategyError
 from paceline.loop.course import Course, Training
 from paceline.loop.lockstep import Lockstep
 from paceline.loop.passes import Evaluation, Metric, Passes
-from paceline.place import Place, find_place
 from paceline.rules import Rule
+from paceline.run_place import Place, find_place
 from paceline.split.cut import Loss
 from paceline.strategy import Centralized, Strategy
 

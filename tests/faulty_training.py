@@ -19,7 +19,7 @@ from torch import nn
 
 import paceline as pl
 from paceline.exchange.board import Board
-from paceline.place import find_place
+from paceline.run_place import find_place
 
 BATCH = 12
 

@@ -153,7 +153,7 @@ import json, sys, time, torch, paceline as pl
 from torch import nn
 from faults import arm, await_return, from_argument
 from paceline.exchange.board import Board, Word
-from paceline.place import find_place
+from paceline.run_place import find_place
 
 class Branching(nn.Module):
     def __init__(self):

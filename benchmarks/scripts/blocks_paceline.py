@@ -5,7 +5,7 @@ from peak import peak
 from stopwatch import Stopwatch
 
 import paceline as pl
-from paceline.place import find_place
+from paceline.run_place import find_place
 
 
 def main() -> None:

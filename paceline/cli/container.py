@@ -18,7 +18,7 @@ import msgspec
 from paceline.cli.plan import addresses, in_words
 from paceline.errors import InvalidInput
 from paceline.net.secure import Keys, is_loopback, read_token
-from paceline.place import check_container
+from paceline.run_place import check_container
 from paceline.watch.display import put
 
 if TYPE_CHECKING:

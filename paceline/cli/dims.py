@@ -15,7 +15,7 @@ import msgspec
 
 from paceline.cli.plan import check_script
 from paceline.errors import LaunchError
-from paceline.place import PLACE_VARIABLE, Place
+from paceline.run_place import PLACE_VARIABLE, Place
 
 EXAMPLES = """\
 examples:

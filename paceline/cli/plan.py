@@ -26,8 +26,8 @@ from paceline.launch.emulate import Emulation, check_permission
 from paceline.launch.supervisor import POLICIES
 from paceline.machine import free_memory
 from paceline.net.secure import Keys, is_loopback, read_token
-from paceline.place import Place, ServersPlace, check_container
 from paceline.rules import Async, Rule, Sync
+from paceline.run_place import Place, ServersPlace, check_container
 from paceline.split.values import BATCH, Layout, Split
 from paceline.strategy import Centralized, Mirrored, Strategy, one_of
 

@@ -32,7 +32,7 @@ from paceline.launch.emulate import EmulatedHosts, Emulation
 from paceline.launch.hosts import supervise_hosts
 from paceline.launch.replica import PARENT_VARIABLE, die_with_parent
 from paceline.launch.supervisor import RunJob, RunOutcome, Supervisor
-from paceline.place import INTERRUPTED
+from paceline.run_place import INTERRUPTED
 from paceline.watch.display import choose_display, put
 from paceline.watch.run_folder import EVENTS, RunFolder, choose_run_folder
 

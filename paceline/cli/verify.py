@@ -23,7 +23,7 @@ from paceline.cli.plan import Plan, check_script, resolve
 from paceline.cli.run import add_server_arguments, add_strategy_arguments
 from paceline.errors import LaunchError, StrategyError
 from paceline.launch.supervisor import RunJob, Supervisor
-from paceline.place import PLACE_VARIABLE, Place, Recording
+from paceline.run_place import PLACE_VARIABLE, Place, Recording
 from paceline.watch.display import choose_display
 from paceline.watch.run_folder import RunFolder
 

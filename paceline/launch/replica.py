@@ -36,7 +36,7 @@ from paceline.errors import LaunchError, PacelineError
 from paceline.launch.cores import allowed_cores, share_of_cores
 from paceline.launch.quick_start import load_compiler_late
 from paceline.memory.heap import keep_memory
-from paceline.place import PLACE_VARIABLE, Place, find_place
+from paceline.run_place import PLACE_VARIABLE, Place, find_place
 from paceline.watch.events import AppendFile
 from paceline.watch.run_folder import Failure, log_name
 

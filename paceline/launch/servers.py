@@ -20,7 +20,7 @@ import msgspec
 from paceline.errors import LaunchError
 from paceline.launch.replica import PARENT_VARIABLE, Guard
 from paceline.net.secure import write_token
-from paceline.place import ServersPlace
+from paceline.run_place import ServersPlace
 
 SERVER_VARIABLE = "PACELINE_SERVER"
 

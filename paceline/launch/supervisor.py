@@ -34,7 +34,7 @@ from paceline.launch.cores import allowed_cores
 from paceline.launch.replica import Guard, ReplicaProcess
 from paceline.launch.servers import LocalServers, ServerProcess
 from paceline.launch.signals import signals_as_bytes
-from paceline.place import INTERRUPTED, Place
+from paceline.run_place import INTERRUPTED, Place
 from paceline.watch.display import Display, Meter, Progress
 from paceline.watch.events import STALL_S, StallWatch, innermost_frames
 from paceline.watch.run_folder import RunFolder

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.data import Feed, Ledger
 from paceline.loop.passes import Evaluation, Passes
-from paceline.place import Place
+from paceline.run_place import Place
 
 
 @dataclass(frozen=True)

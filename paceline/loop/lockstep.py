@@ -33,7 +33,7 @@ from paceline.loop.passes import Evaluation, MicroBatches, empty_like
 from paceline.loop.recorder import open_recorder
 from paceline.loop.script_position import ScriptPosition, with_one_more_step
 from paceline.mirrored.opening import open_engine
-from paceline.place import INTERRUPTED
+from paceline.run_place import INTERRUPTED
 from paceline.seeds import mixed
 from paceline.split.cut import capture
 from paceline.split.layout.show import tell_dims

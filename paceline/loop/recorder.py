@@ -12,7 +12,7 @@ from torch import nn
 
 from paceline.loop.engine import StateByName
 from paceline.loop.training_state import flatten
-from paceline.place import Recording
+from paceline.run_place import Recording
 
 
 class Recorded(Protocol):

@@ -39,7 +39,7 @@ from paceline.optim.batchnorm import Statistics, has_batchnorm, make_exact
 from paceline.optim.gradients import Destination, GradientCollector, Whole
 from paceline.optim.models import own_state
 from paceline.optim.shard_optimizer import ShardOptimizer
-from paceline.place import Place
+from paceline.run_place import Place
 from paceline.split.cut import Cut, Example
 from paceline.split.parts import Parts
 

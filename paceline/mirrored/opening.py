@@ -28,7 +28,7 @@ from paceline.loop.solo import Solo
 from paceline.memory import segment
 from paceline.memory.heap import keep_memory
 from paceline.mirrored.engine import MirroredEngine
-from paceline.place import PLACE_VARIABLE, Place
+from paceline.run_place import PLACE_VARIABLE, Place
 from paceline.split.opening import open_cut
 from paceline.strategy import Mirrored
 

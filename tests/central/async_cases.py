@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import paceline as pl
-from paceline.place import PLACE_VARIABLE, find_place
 from paceline.rules import Async, Rule, Sync
+from paceline.run_place import PLACE_VARIABLE, find_place
 
 WORK_S = 0.08  # of one of several equal replicas
 DRAW = torch.Generator().manual_seed(5)

@@ -20,7 +20,7 @@ from torch import nn
 
 import paceline as pl
 from paceline.central.client.client import Client
-from paceline.place import find_place
+from paceline.run_place import find_place
 
 BATCH = 12
 

@@ -22,8 +22,8 @@ import paceline as pl
 from paceline.central.client.reader import Reader
 from paceline.central.server.server import Server
 from paceline.errors import PacelineError
-from paceline.place import PLACE_VARIABLE, Place, ServersPlace
 from paceline.rules import Async, Rule, Sync
+from paceline.run_place import PLACE_VARIABLE, Place, ServersPlace
 from paceline.strategy import Centralized
 
 ALL = Sync()

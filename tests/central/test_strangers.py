@@ -28,12 +28,12 @@ from paceline.central.chief.chief import Chief
 from paceline.central.chief.tickets import Accepted, Close
 from paceline.central.client.client import Client, ServerAddresses
 from paceline.central.client.reader import Reader
+from paceline.central.container import steps as steps_module
 from paceline.central.container.container import Container
-from paceline.central.container.container import steps as steps_module
 from paceline.central.container.steps import ContainerTraining
 from paceline.central.durability.snapshot import whole
+from paceline.central.server import server as server_module
 from paceline.central.server.server import Server
-from paceline.central.server.server import server as server_module
 from paceline.central.shards import Shards, describe
 from paceline.central.tables.tables import TableSpec
 from paceline.central.wire import protocol as p

@@ -195,7 +195,7 @@ def test_the_summary_is_the_last_line_on_stdout() -> None:
 
 
 def test_one_host_that_uses_collectives_is_given_a_place_to_meet() -> None:
-    Path("train.py").write_text("from paceline.place import find_place\nprint(find_place().rendezvous)")
+    Path("train.py").write_text("from paceline.run_place import find_place\nprint(find_place().rendezvous)")
     address, port = run("run", "train.py", "--exchange", "collective", "--replicas", "2").stdout.strip().split(":")
     assert address == "127.0.0.1"
     assert 0 < int(port) < 65536

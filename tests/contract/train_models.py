@@ -18,8 +18,7 @@ from checksum import checksum
 from models import MODELS
 
 import paceline as pl
-from paceline.place import PLACE_VARIABLE, Place, Recording, find_place
-from paceline.strategy import devices_of
+from paceline.run_place import PLACE_VARIABLE, Place, Recording, find_place
 
 EPOCHS = 2
 SAVE_AFTER = 2  # updates
@@ -47,7 +46,7 @@ def train(name: str, options: argparse.Namespace) -> None:
         if options.save and trainer.steps == SAVE_AFTER:
             trainer.save(options.save / f"{name}.safetensors")
     # A device of a cut model has parts, which differ from those of the others.
-    whole = devices_of(find_place().strategy) == 1
+    whole = find_place().strategy.devices == 1
     told = {"losses": losses, "checksum": checksum(case.model) if whole else None, "ledger": trainer.ledger.check()}
     print(json.dumps({name: told}))
     trainer.close()

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.errors import StrategyError
-from paceline.exchange.wire import WIRES, Feedback, Wire, wire
+from paceline.exchange import WIRES
+from paceline.exchange.wire import Feedback, Wire, wire
 
-ALL = list(WIRES.values())
+ALL = [wire(name) for name in WIRES]
 BLOCK = 1024
 PIECE = 256 * 1024
 # Lengths around every seam there is: nothing, one value, the four-byte padding, a block, several blocks.

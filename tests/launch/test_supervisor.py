@@ -29,7 +29,7 @@ PROLOGUE = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 from paceline.exchange.board import Board, HostWord, Phase, Word
-from paceline.place import find_place
+from paceline.run_place import find_place
 
 place = find_place()
 board = Board(place.board)
@@ -540,7 +540,7 @@ else:
     (tmp_path / "drive.py").write_text(
         """
 from pathlib import Path
-from paceline.place import Place
+from paceline.run_place import Place
 from paceline.launch.supervisor import RunJob, Supervisor
 from paceline.watch.display import PlainDisplay
 from paceline.watch.run_folder import RunFolder

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 import paceline as pl
-from paceline.place import find_place
+from paceline.run_place import find_place
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 3))

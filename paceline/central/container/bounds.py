@@ -20,8 +20,8 @@ from paceline.central.shards import DTYPES, MAP_VERSION, Option, Spec
 from paceline.central.wire.protocol import Ask, Open, Settings
 from paceline.central.wire.records import AnyRecord, Made, MembersChanged, PulledCopy, Pushed, RowsPut, TaskResult
 from paceline.errors import InvalidInput, PacelineError
-from paceline.place import check_container
 from paceline.rules import Sync
+from paceline.run_place import check_container
 from paceline.strategy import DURABILITIES, one_of
 
 if TYPE_CHECKING:

@@ -36,8 +36,8 @@ from paceline.exchange.board import Board, Phase, Word
 from paceline.loop.engine import Closed, Computed, StateByName
 from paceline.loop.passes import Evaluation, Passes
 from paceline.optim.models import copied
-from paceline.place import Place
 from paceline.rules import Rule
+from paceline.run_place import Place
 from paceline.strategy import Centralized
 
 

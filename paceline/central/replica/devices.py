@@ -34,7 +34,7 @@ from paceline.optim.batchnorm import Statistics, make_exact
 from paceline.optim.gradients import GradientCollector
 from paceline.optim.model_in_arena import SMALLEST_SCRATCH_BYTES, ModelInArena
 from paceline.optim.models import buffers_of, own_state
-from paceline.place import Place
+from paceline.run_place import Place
 from paceline.split.cut import capture
 from paceline.split.opening import open_cut
 from paceline.split.parts import Parts

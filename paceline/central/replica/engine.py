@@ -26,8 +26,8 @@ from paceline.exchange.board import Board, HostWord, Phase, Word
 from paceline.loop.engine import Closed, Computed, StateByName
 from paceline.net.secure import Keys, read_token
 from paceline.optim.models import own_state
-from paceline.place import Place
 from paceline.rules import Rule
+from paceline.run_place import Place
 from paceline.strategy import Centralized
 
 COPY_TRIES = 4  # for a copy of everything, while servers are killed

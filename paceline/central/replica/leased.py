@@ -37,8 +37,8 @@ from paceline.loop.lockstep import step_scheduler
 from paceline.loop.passes import Evaluation, MicroBatches, Passes
 from paceline.loop.recorder import open_recorder
 from paceline.loop.script_position import ScriptPosition
-from paceline.place import INTERRUPTED
 from paceline.rules import Rule
+from paceline.run_place import INTERRUPTED
 from paceline.seeds import mixed
 
 

@@ -23,7 +23,7 @@ from paceline.central.client.server_view import ServerAddresses
 from paceline.central.wire.protocol import Settings
 from paceline.errors import ModelError
 from paceline.net.secure import Keys, read_token
-from paceline.place import Place
+from paceline.run_place import Place
 
 
 class TablesOnServers:

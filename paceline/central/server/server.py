@@ -35,7 +35,7 @@ from paceline.central.wire.tensor_bytes import entries_of
 from paceline.errors import PacelineError
 from paceline.net.frames import Channel, ConnectionLost, FrameError, tune
 from paceline.net.secure import LINGER_S, Keys, same_token, wrap_server
-from paceline.place import check_container
+from paceline.run_place import check_container
 
 LOOK_EVERY_S = 0.25
 HELLO_WITHIN_S = 10.0
