@@ -85,7 +85,7 @@ class _Distributed:
         self._shared = SharedModel(model, optimizer, self._together, several_hosts=False)
         self._shared.share()
         if links is not None:
-            self._shared.compare_hosts(links)
+            self._shared.compare_hosts(links.sum, links.hosts)
         arena = self._arena = self._shared.arena
         self._optimizer = ShardOptimizer(optimizer, arena, self._shared.states)
         self._owner = Owner(self._together, arena, self._optimizer)
@@ -146,13 +146,14 @@ class _Distributed:
 
         def one_try(members: Members) -> Members:
             self._board.work_on(members, Kind.STEP, Phase.COMPUTING)
-            if members.chief == self._replica:
+            if members.first == self._replica:
                 self._shared.publish_buffers()
             self._together.arrive(members, Phase.AWAITING_GRADIENTS)
             return members
 
         members = self._together.attempt(one_try)
-        self._shared.take_buffers(self._links)
+        links = self._links
+        self._shared.take_buffers(links.sum if links else None, first=links is None or links.host == 0)
         used = self._arena.touched[list(members.ranks)].amax(0)
         if self._links is not None:
             used = self._links.sum(used.double())

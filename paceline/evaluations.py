@@ -15,8 +15,8 @@ class EvaluationKey(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EvaluationResult(msgspec.Struct, frozen=True):
-    """What came of it: sums over all samples, and the names of a metric that returns several numbers."""
+    """What came of it: sums over all samples of the numbers that the metric returns."""
 
     key: EvaluationKey
     sums: list[float]
-    names: list[str] | None = None  # None: one number, or nobody here has computed it
+    names: list[str] | None = []  # of the numbers; empty: it is one; None: whoever wrote this down does not know

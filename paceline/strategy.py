@@ -48,6 +48,11 @@ class Mirrored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise StrategyError("timeout", self.timeout_s, "give a number of seconds above 0")
 
     @property
+    def on_servers(self) -> bool:
+        """Whether the parameters live on servers."""
+        return False
+
+    @property
     def devices(self) -> int:
         """How many devices, each a process, one replica is cut over."""
         return self.split.devices if self.split is not None else 1
@@ -91,6 +96,16 @@ class Centralized(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise StrategyError("in-graph", "set", "devices of a cut model are processes, leave it out")
         if not self.timeout_s > 0:
             raise StrategyError("timeout", self.timeout_s, "give a number of seconds above 0")
+
+    @property
+    def on_servers(self) -> bool:
+        """Whether the parameters live on servers."""
+        return True
+
+    @property
+    def batchnorm(self) -> str:
+        """Statistics are each replica's own."""
+        return "local"
 
     @property
     def devices(self) -> int:

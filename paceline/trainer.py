@@ -3,9 +3,8 @@
     for batch in trainer.batches(train_set, batch_size=256, epochs=5):
         trainer.step(batch)
 
-What goes on behind it is the *course* of the run: `Lockstep` where all replicas take the same steps (one process,
-mirrored), `Leased` where servers own the parameters and their chief hands out the samples, `InGraph` where one process
-is all the replicas of such a run.
+What goes on behind it is one training loop (`loop/training_loop.py`), with an engine that follows from how the script
+was started.
 """
 
 from __future__ import annotations
@@ -22,13 +21,16 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from paceline.data import Ledger, open_feed
 from paceline.errors import DataError, PacelineError, StrategyError
-from paceline.loop.course import Course, Training
-from paceline.loop.lockstep import Lockstep
-from paceline.loop.passes import Evaluation, Metric, Passes
+from paceline.loop.engine import ServersControl
+from paceline.loop.evaluation import Evaluation, Metric
+from paceline.loop.passes import Passes
+from paceline.loop.training_loop import Training, TrainingLoop
+from paceline.opening import open_engine
+from paceline.optim.models import evaluating
 from paceline.rules import Rule
 from paceline.run_place import Place, find_place
 from paceline.split.cut import Loss
-from paceline.strategy import Centralized, Strategy
+from paceline.strategy import Strategy
 
 
 class Trainer:
@@ -65,15 +67,15 @@ class Trainer:
         self.model = model
         self.optimizer = optimizer
         self._place = msgspec.structs.replace(_settled(find_place(), strategy), dims=dict(dims or {}))
-        passes = Passes(loss, accumulate, self._place.rank)
-        self._course = _open_course(Training(model, optimizer, scheduler, clip_norm, passes, self._place))
+        training = Training(model, optimizer, scheduler, clip_norm, Passes(loss, accumulate), self._place)
+        self._loop = TrainingLoop(training, open_engine(training))
 
     # ── what a user may ask ──────────────────────────────────────────────────────────────────────────────
 
     @property
     def ledger(self) -> Ledger:
         """Which samples have been counted. `trainer.ledger.check()` proves that each was, once."""
-        ledger = self._course.ledger
+        ledger = self._loop.ledger
         if ledger is None:
             raise PacelineError("trainer.ledger is empty: it begins with the first call of trainer.batches")
         return ledger
@@ -81,7 +83,7 @@ class Trainer:
     @property
     def steps(self) -> int:
         """Updates made so far, over the whole run, resumed parts included."""
-        return self._course.steps
+        return self._loop.steps
 
     @property
     def replica(self) -> int:
@@ -101,34 +103,32 @@ class Trainer:
     @property
     def chief(self) -> bool:
         """Whether this replica should print, log and write: true for exactly one of them."""
-        return self._course.chief
+        return self._loop.engine.in_charge
 
     @property
     def rule(self) -> Rule:
         """When servers close a step. May be set at any time, by any replica: it holds for all."""
-        rule: Rule = self._of_servers("rule").rule
-        return rule
+        return self._servers("rule").rule
 
     @rule.setter
     def rule(self, rule: Rule) -> None:
-        self._of_servers("rule").rule = rule
+        self._servers("rule").rule = rule
 
     @property
     def accepting(self) -> int:
         """How many gradients make a step now: with `--accept auto` that changes, and so it does when replicas die."""
-        accepting: int = self._of_servers("accepting").accepting
-        return accepting
+        return self._servers("accepting").accepting
 
     @property
     def staleness(self) -> dict[int, int]:
         """How many gradients had which staleness: steps that were made between their pull and their push."""
-        staleness: dict[int, int] = self._of_servers("staleness").staleness
-        return staleness
+        return self._servers("staleness").staleness
 
-    def _of_servers(self, field: str) -> Any:
-        if not hasattr(self._course, field):
+    def _servers(self, field: str) -> ServersControl:
+        servers = self._loop.engine.servers
+        if servers is None:
             raise StrategyError(field, "set", "only servers have one; start with `paceline run SCRIPT --servers 1`")
-        return self._course
+        return servers
 
     # ── training ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -160,11 +160,11 @@ class Trainer:
             raise DataError("epochs", epochs, "give a whole number from 0 up")
         feed = open_feed(dataset, collate)
         asked = Ledger(feed.length, batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last)
-        yield from self._course.batches(feed, asked, epochs, prefetch)
+        yield from self._loop.batches(feed, asked, epochs, prefetch)
 
     def step(self, batch: Any) -> float:
         """Train on a batch that `batches` yielded. Returns the mean loss over the whole batch."""
-        return self._course.step(batch)
+        return self._loop.step(batch)
 
     def evaluate(self, dataset: Any, metric: Metric, *, batch_size: int = 256, collate: Any = None) -> Any:
         """The mean of `metric(model, batch)` over all samples: a number, or a dict of numbers.
@@ -176,15 +176,9 @@ class Trainer:
             raise DataError("dataset", type(dataset).__name__, "evaluate on one that has a length")
         ledger = Ledger(feed.length, batch_size, shuffle=False)
         load = lambda part: feed.load(ledger, 0, part)  # noqa: E731
-        self._course.rest()
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                measure = Evaluation(metric, self.model, load, feed.length, batch_size)
-                return self._course.evaluate(measure, feed.length)
-        finally:
-            self.model.train(was_training)
+        self._loop.engine.rest()
+        with evaluating(self.model), torch.no_grad():
+            return self._loop.evaluate(Evaluation(metric, self.model, load, feed.length, batch_size))
 
     def predictor(self) -> Callable[..., Any]:
         """Answers single requests as the model stands: `predictor(*args)` is `model(*args)` in eval mode, without
@@ -193,18 +187,12 @@ class Trainer:
 
         Outside a run, `pl.load` cuts a saved model over devices that one plain process asks.
         """
-        course = self._course
-        if not isinstance(course, Lockstep):
+        if self._place.strategy.on_servers:
             raise StrategyError("predictor", "with servers", "save the model and open it with pl.load")
 
         def predictor(*args: Any, **kwargs: Any) -> Any:
-            was_training = self.model.training
-            self.model.eval()
-            try:
-                with torch.no_grad():
-                    return course.predict(args, kwargs)
-            finally:
-                self.model.train(was_training)
+            with evaluating(self.model), torch.no_grad():
+                return self._loop.predict(args, kwargs)
 
         return predictor
 
@@ -215,7 +203,7 @@ class Trainer:
 
         `path` itself is a safetensors file with the model's own state_dict.
         """
-        self._course.save(path, keep)
+        self._loop.save(path, keep)
 
     def resume(self, path: str | os.PathLike[str], *, fall_back: bool = False) -> bool:
         """Go on where the checkpoint at `path` was saved; call it before `batches`.
@@ -223,25 +211,11 @@ class Trainer:
         Returns False, and does nothing, if there is no such file. A damaged file is refused; with `fall_back` the
         one saved before it is used.
         """
-        return self._course.resume(path, fall_back)
+        return self._loop.resume(path, fall_back)
 
     def close(self) -> None:
         """Let go of shared memory and of servers. Not needed at the end of a script."""
-        self._course.close()
-
-
-def _open_course(training: Training) -> Course:
-    strategy = training.place.strategy
-    if not isinstance(strategy, Centralized):
-        return Lockstep(training)
-    from paceline.central.replica.in_graph import InGraph
-    from paceline.central.replica.leased import Leased
-
-    if strategy.split is not None:
-        from paceline.central.replica.cut_replica import CutLeased
-
-        return CutLeased(training)
-    return InGraph(training) if strategy.in_graph else Leased(training)
+        self._loop.close()
 
 
 def _settled(place: Place, strategy: Strategy | None) -> Place:

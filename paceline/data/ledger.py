@@ -261,9 +261,15 @@ class Ledger:
         """The proof, as a sentence, that every sample was counted once; raises where it was not."""
         return _proof(self.length, self._place, self._committed, self._dropped)
 
-    def state(self) -> dict[str, Any]:
-        """Everything needed to go on from here in another process, ready for JSON."""
-        state = LedgerState(
+    @classmethod
+    def like(cls, state: LedgerState) -> Ledger:
+        """A ledger at its beginning, of the same dataset and order."""
+        options = {"seed": state.seed, "shuffle": state.shuffle, "drop_last": state.drop_last}
+        return cls(state.length, state.batch_size, **options)  # type: ignore[arg-type]
+
+    def record(self) -> LedgerState:
+        """Everything needed to go on from here in another process."""
+        return LedgerState(
             seed=self.seed,
             length=self.length,
             batch_size=self.batch_size,
@@ -273,10 +279,13 @@ class Ledger:
             committed=_flat(self._committed),
             dropped=_flat(self._dropped),
         )
-        builtins: dict[str, Any] = msgspec.to_builtins(state)
+
+    def state(self) -> dict[str, Any]:
+        """The same, ready for JSON."""
+        builtins: dict[str, Any] = msgspec.to_builtins(self.record())
         return builtins
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: LedgerState | dict[str, Any]) -> None:
         """Go on where `state` was taken, with this ledger's own batch size."""
         try:
             saved = msgspec.convert(state, LedgerState)

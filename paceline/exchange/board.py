@@ -1,7 +1,7 @@
 """The board: the shared words by which the replicas of one host agree.
 
 A small shared-memory segment, one row a replica. Every word has exactly one writer at a time (its replica, the
-chief of a step, or the supervisor), so no locks are needed: aligned 8-byte words are written and read whole.
+first member of a step, or the supervisor), so no locks are needed: aligned 8-byte words are written and read whole.
 
     word 0 … 63          of the host: membership epoch, stop request …
     word 64 + 64·r …     row of replica r: alive, what it works on, where it has arrived …
@@ -48,11 +48,11 @@ class HostWord(enum.IntEnum):
     REPLICAS = 0
     EPOCH = 1  # membership epoch; odd while the supervisor is changing the rows
     STOP_REQUESTED = 2  # supervisor: please end after the step in progress
-    STOP_AFTER = 3  # chief: the op after which all stop (0: none)
+    STOP_AFTER = 3  # first member: the op after which all stop (0: none)
     TOTAL_STEPS = 4  # for the progress display; 0 while unknown
     SUPERVISED = 5  # 1 if a supervisor declares deaths
     CLOSED = 6  # the last step that is complete: all shards updated
-    BUFFERS_OF = 8  # chief: the op in which all take over its buffers
+    BUFFERS_OF = 8  # first member: the op in which all take over its buffers
     CORES = 9  # of the host, for its replicas; 0: unknown
     DEVICES = 10  # that one replica is cut over; 0, 1: it is not
     FIRST_REPLICA = 7  # number of this host's replica 0 among all hosts'
@@ -62,7 +62,7 @@ class Word(enum.IntEnum):
     """Words of one replica's row."""
 
     INCARNATION = 0  # supervisor: odd while a process runs in this row, one more when it ends or starts again
-    ADMITTED = 1  # chief: the incarnation that takes part
+    ADMITTED = 1  # first member: the incarnation that takes part
     WORKING = 2  # tag of the op it is trying
     ARRIVED = 3  # tag of the last op whose part it has finished
     POSTED = 4  # tag and number of its last contribution to a collective
@@ -70,7 +70,7 @@ class Word(enum.IntEnum):
     NORMED = 5  # last op for which its owner's share of the gradient norm is known
     DONE = 6  # last op for which its owner's updates are complete
     UNDO = 7  # 1 + chunk it is updating at this moment; 0: none
-    ADMIT_AT = 8  # chief: first op in which that incarnation takes part
+    ADMIT_AT = 8  # first member: first op in which that incarnation takes part
     JOINING = 9  # the incarnation that was started again and is ready to take part
     PHASE = 10
     SINCE_NS = 11  # monotonic time at which the phase began
@@ -168,7 +168,8 @@ class Members:
         return self.op << EPOCH_BITS | self.epoch
 
     @property
-    def chief(self) -> int:
+    def first(self) -> int:
+        """The member that decides what one of them has to decide."""
         return self.ranks[0]
 
 
@@ -272,7 +273,7 @@ class Board:
         self._next_incarnation(rank)
 
     def declare_started_again(self, rank: int) -> int:
-        """Supervisor only: a new process will take this row. It counts once the chief has admitted it."""
+        """Supervisor only: a new process will take this row. It counts once the first member has admitted it."""
         return self._next_incarnation(rank)
 
     def _next_incarnation(self, rank: int) -> int:
@@ -282,7 +283,7 @@ class Board:
         self.host_set(HostWord.EPOCH, self.host_get(HostWord.EPOCH) + 1)
         return incarnation
 
-    def any_joining(self, chief: int, op: int) -> bool:
+    def any_joining(self, first: int, op: int) -> bool:
         """Whether notes should be written for one that was started again: it is ready to take part, or an earlier
         try of this op has admitted it. Not while one that was admitted before is still reading its own."""
         reading = admitted = False
@@ -290,21 +291,21 @@ class Board:
             if self.alive(rank) and self.get(rank, Word.JOINING):
                 admitted |= self.get(rank, Word.ADMIT_AT) == op + 1
                 reading |= self.get(rank, Word.ADMIT_AT) <= op
-        return not reading and (admitted or any(self._is_joining(rank, chief) for rank in range(self.replicas)))
+        return not reading and (admitted or any(self._is_joining(rank, first) for rank in range(self.replicas)))
 
-    def _is_joining(self, rank: int, chief: int) -> bool:
-        """Ready, and at the same trainer of the script as the chief."""
+    def _is_joining(self, rank: int, first: int) -> bool:
+        """Ready, and at the same trainer of the script as the first member."""
         joining = self.get(rank, Word.JOINING)
         ready = joining == self.get(rank, Word.INCARNATION) != self.get(rank, Word.ADMITTED)
-        return ready and self.get(rank, Word.ARENAS) == self.get(chief, Word.ARENAS)
+        return ready and self.get(rank, Word.ARENAS) == self.get(first, Word.ARENAS)
 
-    def admit_joining(self, chief: int, op: int) -> None:
-        """Chief only, before it arrives at `op`: whoever is ready takes part from the next op on.
+    def admit_joining(self, first: int, op: int) -> None:
+        """First member only, before it arrives at `op`: whoever is ready takes part from the next op on.
 
         Everybody reads these words after `op` has closed, so all see the same members of the next one.
         """
         for rank in range(self.replicas):
-            if self._is_joining(rank, chief):
+            if self._is_joining(rank, first):
                 self.set(rank, Word.ADMIT_AT, op + 1)
                 self.set(rank, Word.ADMITTED, self.get(rank, Word.JOINING))
 

@@ -75,7 +75,7 @@ class Peers:
 
         def one_try(members: Members) -> None:
             board.work_on(members, Kind.BUILD, Phase.STARTING)
-            if members.chief == process:
+            if members.first == process:
                 found.append(Arena.of(segment.make("mailboxes", replicas * count * count * BOX_BYTES)))
             else:
                 board.wait(

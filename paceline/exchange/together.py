@@ -2,7 +2,7 @@
 
 attempt   try an op with all members; when one dies before it is complete, try again without it
 meet      go on when everybody is here
-once      the chief acts, everybody goes on when that is done
+once      the first member acts, everybody goes on when that is done
 finish    everybody works on its own shard; the lowest-ranked survivor finishes those of the dead
 """
 
@@ -24,10 +24,10 @@ class Together:
         self.replica = replica
         self.timeout_s = timeout_s
 
-    def is_chief(self) -> bool:
+    def is_first(self) -> bool:
         """Whether this replica speaks for the others at this moment."""
         op = self.board.get(self.replica, Word.OP)
-        return self.board.members(self.replica, op).chief == self.replica
+        return self.board.members(self.replica, op).first == self.replica
 
     def coming(self) -> Members:
         """Who will take part in the next op, if nobody dies before."""
@@ -59,11 +59,11 @@ class Together:
         return self.attempt(one_try)
 
     def once(self, act: Callable[[], None]) -> None:
-        """The chief acts; everybody returns when that is done."""
+        """The first member acts; everybody returns when that is done."""
 
         def one_try(members: Members) -> None:
             self.board.work_on(members, Kind.SAVE, Phase.SAVING)
-            if members.chief == self.replica:
+            if members.first == self.replica:
                 act()
             self.arrive(members, Phase.AWAITING_SAVE)
 

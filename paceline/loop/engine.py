@@ -1,8 +1,10 @@
-"""What a trainer needs of whoever turns gradients into new parameters.
+"""What the training loop needs of whoever makes its steps, and of whoever says which samples go into them.
 
-`Solo` (one process, plain torch) and `MirroredEngine` are engines; so will be whatever comes. A trainer hands over
-*what* to compute, as a function of the members of the step, because a death may make the engine ask for it again
-with fewer members.
+An *engine* turns gradients into new parameters: `Solo` in one process, mirrored replicas, replicas with servers. It is
+handed batches that it can have computed, again and with other samples if another replica dies meanwhile.
+
+*Samples* come from one of two sources: a ledger that all replicas compute alike, or tickets of a chief. Each engine
+opens the one it works with.
 """
 
 from __future__ import annotations
@@ -13,16 +15,63 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
-from paceline.split.cut import Cut, Example
+from paceline.data.feed import Feed, Request
+from paceline.data.ledger import Ledger
+from paceline.evaluations import EvaluationKey
+from paceline.loop.run_state import RunState, StateByName
+from paceline.loop.script_position import ScriptPosition
+from paceline.rules import Rule
+from paceline.split.cut import Check, Loss
+
+# ── what is computed ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
-class Share:
-    """This replica's place among those who take part in a try: the `index`-th of `count`."""
+class Chapter:
+    """Epochs of one dataset, as a script has asked for them."""
 
-    index: int
-    count: int
+    number: int
+    feed: Feed
+    ledger: Ledger
+    stop_epoch: int
+    steps_before: int  # updates of the run before the ledger's first
+    accumulate: int  # passes a batch
+
+    @property
+    def expected_steps(self) -> int:
+        """Updates of the whole run when this is done."""
+        ledger = self.ledger
+        assert ledger.length is not None
+        whole, rest = divmod(ledger.length, ledger.batch_size)
+        an_epoch = whole + (1 if rest and not ledger.drop_last else 0)
+        done_of_this = -(-ledger.position // ledger.batch_size)
+        left = max(0, self.stop_epoch - ledger.epoch) * an_epoch - done_of_this
+        return self.steps_before + ledger.step + left
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one replica computes of a step."""
+
+    assignment: Any  # as its engine knows it: a share of the batch, or a ticket
+    step: int  # updates made before it
+    epoch: int
+    ranges: tuple[range, ...]  # the samples of each pass, by their position in the epoch's order
+    first: int  # position of the batch's first sample, whoever has it
+    whole: int  # samples over which the step's loss is a mean
+    seed: int | None  # of the random numbers that are drawn in it; None: they go on as they are
+    among: tuple[tuple[int, ...], ...] = ()  # by pass: the members of the step that have samples in it
+
+    @property
+    def request(self) -> Request:
+        """How a feed is asked for it."""
+        return self.epoch, self.ranges
+
+    @property
+    def samples(self) -> int:
+        return sum(map(len, self.ranges))
 
 
 @dataclass(frozen=True)
@@ -43,57 +92,128 @@ class Closed:
     stop: bool = False
 
 
-StateByName = dict[str, dict[str, Any]]
+class Samples(Protocol):
+    """Where the samples of one chapter come from."""
+
+    stopped: bool  # there is no more work because the run was asked to stop
+
+    def next(self) -> Sequence[Work]:
+        """Returns the work of the next step, of every replica that this process is; none if there is no more."""
+
+    def work(self, assignment: Any) -> Work:
+        """Returns what another assignment for the step in hand means: a replica has died meanwhile."""
+
+    def following(self, work: Work) -> Sequence[Request]:
+        """Returns what most likely comes after `work`, to be loaded ahead."""
+
+    def commit(self, closed: Closed) -> None:
+        """Counts the samples of the step in hand: it was made."""
+
+    def close(self) -> None:
+        """Lets go of what was not computed."""
+
+
+class Batch(Protocol):
+    """What an engine does with a replica's part of a step."""
+
+    work: Work
+    micro_batches: list[Any]
+
+    def compute(self, worker: Worker, assignment: Any) -> Computed:
+        """Runs forward and backward; with another assignment than that of `work`, on other samples."""
+
+    def coming(self) -> list[Any]:
+        """Returns the micro-batches of what most likely follows, as far as they are loaded."""
+
+
+class Worker(Protocol):
+    """Who computes: one replica's model, and what goes around each pass over it."""
+
+    model: nn.Module
+    replica: int
+
+    def one_pass(self, work: Work, number: int, batch: Any, *, is_last: bool) -> AbstractContextManager[None]:
+        """Goes around forward and backward of pass `number`; `is_last`: of this replica's in this step."""
+
+    def train(self, loss: Loss, batch: Any, weight: float, check: Check) -> float:
+        """Runs forward and backward. Returns the mean loss times `weight`; `check(loss)` is its value."""
+
+
+# ── who makes steps ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+class ServersControl(Protocol):
+    """What a script may ask of servers, and tell them."""
+
+    rule: Rule
+
+    @property
+    def accepting(self) -> int:
+        """How many gradients make a step now."""
+
+    @property
+    def staleness(self) -> dict[int, int]:
+        """How many gradients had which staleness."""
 
 
 class Engine(Protocol):
-    """Closes steps, adds up evaluations, and knows the training state as whole tensors."""
+    """Makes steps, adds up evaluations, and knows the training state as whole tensors."""
 
     joining: bool  # this process was started again, and has yet to join the run in progress
-    notes_for_joining: Callable[[], dict[str, Any]]  # what the trainer tells one that joins
-    cut: Cut | None  # what this process does of a replica that several devices are
-    gradients_ready: Callable[[], None] | None  # called on the chief when a step's gradients are complete
+    state_for_joining: Callable[[], RunState]  # what the loop tells one that joins
+    gradients_ready: Callable[[], None] | None  # called on the one in charge when a step's gradients are complete
+    in_step: bool  # all replicas are at the same place of the script
+    at_once: int  # replicas that this process is
+    servers: ServersControl | None
 
     @property
-    def chief(self) -> bool:
-        """Whether this replica writes files and speaks for the others."""
+    def in_charge(self) -> bool:
+        """Whether this process prints, logs and writes files for all."""
 
-    def share(self) -> Share:
-        """This replica's share of the next step, if nobody dies before."""
+    def steps(self, position: ScriptPosition) -> int:
+        """Returns the updates of the whole run so far."""
+
+    def ledger(self, position: ScriptPosition) -> Ledger | None:
+        """Returns the ledger with all that was counted."""
+
+    def samples(self, chapter: Chapter) -> Samples:
+        """Opens the source of a chapter's samples."""
 
     def expect(self, steps: int) -> None:
-        """How many steps the run will have, for the display."""
+        """Shows how many steps the run will have."""
 
-    def prepare(self, example: Example) -> None:
-        """Cut the model, before anything is computed with it."""
+    def prepare(self, call: Callable[[nn.Module], Any]) -> None:
+        """Cuts the model, if it is to be, before anything is computed with it; `call` calls it as it will be."""
 
-    def join(self) -> dict[str, Any]:
-        """Take part in the run in progress; returns the notes of its last step."""
+    def join(self) -> RunState:
+        """Takes part in the run in progress; returns its state at its last step."""
 
-    def one_pass(self, *, is_last: bool, among: Sequence[int]) -> AbstractContextManager[None]:
-        """Around one forward and backward. `is_last`: of this replica's in this step; `among`: the indices of all
-        members that make this pass, i.e. have samples in this micro-batch."""
+    def step(self, batches: Sequence[Batch]) -> Closed:
+        """Makes a step: compute, exchange, update."""
 
-    def step(self, number: int, compute: Callable[[Share], Computed], clip_norm: float | None) -> Closed:
-        """Step `number`: compute, exchange, update. After a death `compute` is called again with another share."""
+    def rest(self) -> None:
+        """Returns when nothing is computed in the background."""
 
-    def total(self, compute: Callable[[Share], torch.Tensor]) -> torch.Tensor:
-        """The sum over all members of what `compute` returns (a small float64 vector)."""
+    def total(self, key: EvaluationKey, length: int, over: Callable[[range], torch.Tensor]) -> torch.Tensor:
+        """Returns the sum over `length` samples of what `over` returns for some of them, whoever computes which."""
 
-    def once(self, act: Callable[[], None]) -> None:
-        """The chief acts; everybody returns when that is done."""
+    def once(self, number: int, act: Callable[[], None]) -> None:
+        """Has one process act; everybody returns when that is done. `number`: of this act in the script."""
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients of the step that is being closed, by parameter name."""
+        """Returns the gradients of the step that is being closed, by parameter name."""
 
     def optimizer_state(self) -> StateByName:
-        """Whole-tensor optimizer state, by parameter name."""
+        """Returns whole-tensor optimizer state, by parameter name."""
 
     def model_state(self) -> dict[str, torch.Tensor]:
-        """The model's own state_dict."""
+        """Returns the model's own state_dict."""
 
-    def take_state(self, model: dict[str, torch.Tensor], optimizer: StateByName) -> None:
-        """Take over parameters, buffers and optimizer state, e.g. from a checkpoint."""
+    def snapshot(self, state: RunState) -> tuple[dict[str, torch.Tensor], StateByName, RunState]:
+        """Returns the model's state_dict, the optimizer's state and the run's, all after the same step."""
+
+    def take_state(self, model: dict[str, torch.Tensor], optimizer: StateByName, state: RunState) -> None:
+        """Takes over parameters, buffers, optimizer state and progress of a checkpoint."""
 
     def close(self) -> None:
-        """Let go of everything shared."""
+        """Lets go of everything shared."""

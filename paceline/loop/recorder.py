@@ -2,41 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
-from paceline.loop.engine import StateByName
-from paceline.loop.training_state import flatten
+from paceline.loop.engine import Engine
+from paceline.loop.run_state import flatten
 from paceline.run_place import Recording
 
 
-class Recorded(Protocol):
-    """What an engine must tell to be recorded."""
-
-    gradients_ready: Callable[[], None] | None
-
-    @property
-    def chief(self) -> bool: ...
-
-    def gradients(self) -> dict[str, torch.Tensor]: ...
-
-    def model_state(self) -> dict[str, torch.Tensor]: ...
-
-    def optimizer_state(self) -> StateByName: ...
-
-
 class Recorder:
-    """One file a step, written by the chief while nobody can change what it reads."""
+    """One file a step, written by the one in charge while nobody can change what it reads."""
 
-    def __init__(self, recording: Recording, engine: Recorded, model: nn.Module) -> None:
+    def __init__(self, recording: Recording, engine: Engine) -> None:
         self._recording = recording
         self._engine = engine
-        self._model = model
         self._gradients: dict[str, torch.Tensor] = {}
         self._steps = 0
         engine.gradients_ready = self._gradients_ready
@@ -46,7 +27,7 @@ class Recorder:
 
     def step_closed(self, loss: float) -> None:
         """The step is complete: record it. After the last one, the script ends here."""
-        if self._engine.chief:
+        if self._engine.in_charge:
             tensors = {"loss": torch.tensor(loss, dtype=torch.float64)}
             tensors |= {f"gradient/{name}": value for name, value in self._gradients.items()}
             tensors |= {f"model/{name}": value for name, value in self._engine.model_state().items()}
@@ -58,6 +39,6 @@ class Recorder:
             raise SystemExit(0)
 
 
-def open_recorder(recording: Recording | None, engine: Recorded, model: nn.Module) -> Recorder | None:
+def open_recorder(recording: Recording | None, engine: Engine) -> Recorder | None:
     """If this run is to be recorded."""
-    return Recorder(recording, engine, model) if recording is not None else None
+    return Recorder(recording, engine) if recording is not None else None

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.data import Ledger
+from paceline.data.ledger import Ledger
+from paceline.evaluations import EvaluationKey, EvaluationResult
+from paceline.loop.run_state import RunState
 
 _SAME = ("length", "seed", "shuffle", "drop_last")
 
@@ -25,107 +27,80 @@ class ScriptPosition:
 
     def __init__(self) -> None:
         self.ledger: Ledger | None = None
-        self._steps_before = 0  # updates of earlier chapters
-        self._chapter = -1  # the script's, counted from 0
+        self.steps_before = 0  # updates of earlier chapters
+        self.chapter = -1  # the script's, counted from 0; -1 before the first
+        self.results: list[EvaluationResult] = []
         self._epochs = 0  # of that chapter, for which the script has called `batches`
-        self._ahead: dict[str, Any] | None = None  # the run's notes, until the script has reached their chapter
-        self._results: list[list[Any]] = []  # evaluations: chapter, epoch, position, how many before it there; value
-        self._last_evaluation = (-1, 0, 0, 0)
+        self._run: RunState | None = None  # where the run stands, until the script has reached its chapter
+        self._last_evaluation: EvaluationKey | None = None
 
     @property
     def steps(self) -> int:
-        """Updates of the whole run so far."""
-        return self._steps_before + (self.ledger.step if self.ledger is not None else 0)
-
-    @property
-    def chapter(self) -> int:
-        """The script's, counted from 0; -1 before the first."""
-        return self._chapter
+        """Updates of the whole run so far, as far as the ledger has them."""
+        return self.steps_before + (self.ledger.step if self.ledger is not None else 0)
 
     @property
     def script_is_behind(self) -> bool:
         """Whether the script has yet to reach the position of the run."""
-        if self._ahead is not None:
-            run = (self._ahead["chapter"], self._ahead["ledger"]["epoch"], self._ahead["ledger"]["position"])
-            return (self._chapter, self._epochs, 0) < run
+        if self._run is not None and self._run.ledger is not None:
+            run = (self._run.chapter, self._run.ledger.epoch, self._run.ledger.position)
+            return (self.chapter, self._epochs, 0) < run
         return self.ledger is not None and (self._epochs, 0) < (self.ledger.epoch, self.ledger.position)
 
     def turn_to(self, asked: Ledger, epochs: int) -> tuple[Ledger, int] | None:
-        """The script calls `batches` for `epochs` epochs of `asked`: the ledger to use, and the epoch to stop at.
-
-        None: all of that lies behind.
-        """
+        """Notes that the script calls `batches` for `epochs` epochs of `asked`. Returns the ledger to use, and the epoch
+        to stop at; None if all of that lies behind."""
         current = self.ledger
         same = current is not None and all(getattr(current, name) == getattr(asked, name) for name in _SAME)
         if not same:
-            self._chapter += 1
+            self.chapter += 1
             self._epochs = 0
-            self._steps_before, self.ledger = self.steps, asked
-        if self._ahead is not None and self._chapter == self._ahead["chapter"]:
-            asked.load(self._ahead["ledger"])
-            self._steps_before, self.ledger = self._ahead["steps_before"], asked
-            self._ahead = None
+            self.steps_before, self.ledger = self.steps, asked
+        if self._run is not None and self.chapter == self._run.chapter:
+            assert self._run.ledger is not None
+            asked.load(self._run.ledger)
+            self.steps_before, self.ledger = self._run.steps_before, asked
+            self._run = None
         elif same and current is not None:
             current.batch_size = asked.batch_size
         self._epochs += epochs
-        if self._ahead is not None or self.ledger is None:
+        if self._run is not None or self.ledger is None:
             return None
         return self.ledger, self._epochs
 
     # ── evaluations ──────────────────────────────────────────────────────────────────────────────────────
 
-    def next_evaluation(self) -> list[int]:
-        """Names the evaluation that comes now by where it stands, so that a resumed script finds its result again."""
-        if self.ledger is None or self.script_is_behind:
-            where = (max(self._chapter, 0), self._epochs, 0)
+    def next_evaluation(self, *, in_step: bool) -> EvaluationKey:
+        """Returns the key of the evaluation that comes now: where it stands, so that a resumed script finds its result
+        again. Replicas that are not `in_step` have only the script's place in common."""
+        if not in_step or self.ledger is None or self.script_is_behind:
+            where = (max(self.chapter, 0), self._epochs, 0)
         else:
-            where = (self._chapter, self.ledger.epoch, self.ledger.position)
-        before = self._last_evaluation[3] + 1 if self._last_evaluation[:3] == where else 0
-        self._last_evaluation = (*where, before)
-        return [*where, before]
+            where = (self.chapter, self.ledger.epoch, self.ledger.position)
+        last = self._last_evaluation
+        same = last is not None and (last.chapter, last.epoch, last.position) == where
+        self._last_evaluation = EvaluationKey(*where, number=last.number + 1 if same and last is not None else 0)
+        return self._last_evaluation
 
-    def next_evaluation_of_script(self) -> list[int]:
-        """The same by where the script stands, which replicas with servers have in common."""
-        where = (max(self._chapter, 0), self._epochs, 0)
-        before = self._last_evaluation[3] + 1 if self._last_evaluation[:3] == where else 0
-        self._last_evaluation = (*where, before)
-        return [*where, before]
+    def recorded(self, key: EvaluationKey) -> EvaluationResult | None:
+        """Returns the result of an evaluation that lies behind, if it is known."""
+        if not self.script_is_behind:
+            return None
+        return next((result for result in self.results if result.key == key), None)
 
-    def recorded(self, evaluation: list[int]) -> tuple[bool, Any]:
-        """Whether this one lies behind and its result is known, and the result."""
-        if self.script_is_behind:
-            for *name, value in self._results:
-                if name == evaluation:
-                    return True, value
-        return False, None
+    # ── the run's state ──────────────────────────────────────────────────────────────────────────────────
 
-    def record(self, evaluation: list[int], value: Any) -> None:
-        self._results.append([*evaluation, value])
-
-    # ── as notes ─────────────────────────────────────────────────────────────────────────────────────────
-
-    def notes(self) -> dict[str, Any]:
-        """The run's position, as plain data."""
+    def progress(self) -> dict[str, Any]:
+        """Returns the fields of the run's state that say how far it has come."""
         return {
             "step": self.steps,
-            "steps_before": self._steps_before,
-            "chapter": max(self._chapter, 0),
-            "ledger": self.ledger.state() if self.ledger is not None else None,
-            "results": self._results,
+            "steps_before": self.steps_before,
+            "chapter": max(self.chapter, 0),
+            "ledger": self.ledger.record() if self.ledger is not None else None,
+            "results": list(self.results),
         }
 
-    def resume(self, notes: dict[str, Any]) -> None:
-        """The run stands where these notes were taken; the script is at its beginning."""
-        self._results = [list(result) for result in notes["results"]]
-        self._ahead = notes if notes["ledger"] is not None else None
-
-
-def with_one_more_step(notes: dict[str, Any], samples: int) -> dict[str, Any]:
-    """The notes after an update of `samples` samples that was still open when they were taken."""
-    state = notes["ledger"]
-    ledger = Ledger(
-        state["length"], state["batch_size"], seed=state["seed"], shuffle=state["shuffle"], drop_last=state["drop_last"]
-    )
-    ledger.load(state)
-    ledger.commit_samples(samples)
-    return {**notes, "ledger": ledger.state()}
+    def resume(self, state: RunState) -> None:
+        """The run stands where `state` was taken; the script is at its beginning."""
+        self.results = list(state.results)
+        self._run = state if state.ledger is not None else None

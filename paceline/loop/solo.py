@@ -3,69 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.loop.engine import Closed, Computed, Share, StateByName
+from paceline.loop.engine import Batch, Closed
+from paceline.loop.lockstep import LockstepEngine, Share
+from paceline.loop.passes import PlainWorker
+from paceline.loop.run_state import RunState, StateByName
 from paceline.optim.models import own_state, parameter_names
-from paceline.split.cut import Cut, Example
 
 
-class Solo:
+class Solo(LockstepEngine):
     """The engine of a process that is alone."""
 
-    chief = True
-    cut: Cut | None = None
+    in_charge = True
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, clip_norm: float | None) -> None:
+        self._worker = PlainWorker(model)
         self._model = model
         self._optimizer = optimizer
-        self.joining = False
-        self.notes_for_joining: Callable[[], dict[str, Any]] = dict
-        self.gradients_ready: Callable[[], None] | None = None
+        self._clip_norm = clip_norm
 
-    def share(self) -> Share:
-        return Share(0, 1)
-
-    def expect(self, steps: int) -> None:
-        pass
-
-    def prepare(self, example: Example) -> None:
-        raise AssertionError("a process that is alone has all of the model")
-
-    def join(self) -> dict[str, Any]:
-        raise AssertionError("a process that is alone has nobody to join")
-
-    def one_pass(self, *, is_last: bool, among: Sequence[int]) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def step(self, number: int, compute: Callable[[Share], Computed], clip_norm: float | None) -> Closed:
+    def step(self, batches: Sequence[Batch]) -> Closed:
+        (batch,) = batches
         self._optimizer.zero_grad(set_to_none=True)
-        computed = compute(Share(0, 1))
+        computed = batch.compute(self._worker, Share(0, 1))
         if self.gradients_ready is not None:
             self.gradients_ready()
-        if clip_norm is not None:
-            trained = [p for group in self._optimizer.param_groups for p in group["params"]]
-            nn.utils.clip_grad_norm_(trained, clip_norm)
+        if self._clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._trained(), self._clip_norm)
         self._optimizer.step()
         return Closed(computed.loss, computed.samples, 1)
 
-    def total(self, compute: Callable[[Share], torch.Tensor]) -> torch.Tensor:
-        return compute(Share(0, 1))
-
-    def once(self, act: Callable[[], None]) -> None:
+    def once(self, number: int, act: Callable[[], None]) -> None:
         act()
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The step's gradients by parameter name, while the step is open."""
         names = parameter_names(self._model)
-        trained = [p for group in self._optimizer.param_groups for p in group["params"]]
-        found = {names[p]: p.grad for p in trained if p.grad is not None}
+        found = {names[p]: p.grad for p in self._trained() if p.grad is not None}
         return {name: grad.to_dense() if grad.is_sparse else grad.clone() for name, grad in found.items()}
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def optimizer_state(self) -> StateByName:
         names = parameter_names(self._model)
@@ -78,12 +59,12 @@ class Solo:
     def model_state(self) -> dict[str, torch.Tensor]:
         return own_state(self._model).state_dict()
 
-    def take_state(self, model: dict[str, torch.Tensor], optimizer: StateByName) -> None:
+    def take_state(self, model: dict[str, torch.Tensor], optimizer: StateByName, state: RunState) -> None:
         own_state(self._model).load_state_dict(model)
         by_name = {name: p for p, name in parameter_names(self._model).items()}
         self._optimizer.state.clear()
-        for name, state in optimizer.items():
-            self._optimizer.state[by_name[name]] = dict(state)
+        for name, held in optimizer.items():
+            self._optimizer.state[by_name[name]] = dict(held)
 
     def close(self) -> None:
-        pass
+        """Nothing is shared."""

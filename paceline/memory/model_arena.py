@@ -9,7 +9,7 @@ undo          a replica's copy of the one chunk (parameters, then state block) i
 norms         (chunk) squared gradient norm
 touched       (replica, parameter) 1 if this replica's step produced a gradient for it
 scratch       (parity, replica) contributions to small sums: batch statistics, evaluation
-notes         what a replica that joins needs to know, as JSON
+notes         what a replica that joins needs to know
 buffers       the model's buffers, for a replica that joins
 """
 
@@ -131,15 +131,15 @@ class ModelArena:
 
     # ── notes ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def write_notes(self, notes: dict[str, Any]) -> None:
-        text = _as_bytes(json.dumps(notes).encode())
+    def write_notes(self, notes: bytes) -> None:
+        text = _as_bytes(notes)
         if text.numel() > NOTES_BYTES:
             raise ArenaError(f"the notes for a joining replica take {text.numel()} bytes: {NOTES_BYTES} fit")
         self._notes[: text.numel()] = text
 
-    def read_notes(self) -> dict[str, Any]:
+    def read_notes(self) -> bytes:
         length = int(self._notes[:8].view(torch.int64).item())
-        return json.loads(bytes(self._notes[8 : 8 + length].numpy()))  # type: ignore[no-any-return]
+        return bytes(self._notes[8 : 8 + length].numpy())
 
 
 def _marks(words: torch.Tensor) -> memoryview:

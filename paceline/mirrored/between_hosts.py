@@ -1,4 +1,4 @@
-"""Gradients on their way to the other hosts while backward still runs.
+"""The other hosts of a run, if there are any: gradients go there while backward still runs.
 
 Chunks lie in the order in which backward finishes them, and travel in buckets. As soon as every replica of this
 host has finished a bucket, each owner sums its part of it from shared memory and sends it off, in a thread of its
@@ -8,49 +8,98 @@ own: the link works while the model computes. What comes back, summed over all h
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import torch
+
 from paceline.errors import Stalled
-from paceline.exchange.board import Members, Phase, Word
+from paceline.exchange.board import Kind, Members, Phase, Word
 from paceline.exchange.links import Links
 from paceline.exchange.together import Together
+from paceline.loop.lockstep import Share
+from paceline.memory.layout import Slot
 from paceline.memory.model_arena import ModelArena
 from paceline.mirrored.owner import Owner, sum_into
+from paceline.mirrored.step_parts import DecidedStep, StepPart
 
 BUCKET_BYTES = 8 << 20
 _BUCKET_BITS = 16
 _LOOK_EVERY_S = 0.0003
 
 
-class BetweenHosts:
-    """Sends this owner's shard, bucket by bucket."""
+class OneHost(StepPart):
+    """All replicas are on this host: nothing has to go anywhere."""
 
-    def __init__(self, together: Together, arena: ModelArena, owner: Owner, links: Links) -> None:
+    number = 0
+    count = 1
+    bucket_bytes: int | None = None
+    landed: Callable[[int], None] | None = None  # to be told of every gradient that is complete
+
+    def open(self, arena: ModelArena, owner: Owner) -> None:
+        """The gradients lie there, and are this owner's to sum."""
+
+    def share(self, index: int, count: int) -> Share:
+        """Returns the share of this host's `index`-th of `count` members."""
+        return Share(index, count)
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the sum over all hosts of a few numbers."""
+        return values
+
+    def meet(self) -> None:
+        """Returns when what this host's owners have sent is back, summed over all hosts."""
+
+    def gradient(self, ranks: Sequence[int], arena: ModelArena, slot: Slot) -> torch.Tensor:
+        """Returns the gradient of a slot, summed over all replicas."""
+        return torch.stack([arena.gradient(rank, slot) for rank in ranks]).sum(0)
+
+
+class BetweenHosts(OneHost):
+    """Sends this owner's shard to the owners of the same shard elsewhere, bucket by bucket."""
+
+    def __init__(self, together: Together, links: Links) -> None:
+        self.number, self.count = links.host, links.hosts
+        self.bucket_bytes = BUCKET_BYTES * together.board.replicas
+        self.landed = self._landed_slot
         self._together = together
-        self._arena = arena
-        self._owner = owner
         self._links = links
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="paceline-courier")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="paceline-hosts")
         self._sending: Future[None] | None = None
         self._op = 0
         self._waiting_for: list[set[int]] = []  # by bucket: slots whose gradients have not landed yet
         self._landed = 0
 
-    def begin(self, members: Members) -> None:
-        """A step begins."""
+    def open(self, arena: ModelArena, owner: Owner) -> None:
+        self._arena = arena
+        self._owner = owner
+
+    def share(self, index: int, count: int) -> Share:
+        return Share(self.number * count + index, self.count * count)
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        return self._links.sum(values)
+
+    def meet(self) -> None:
+        self._together.meet(Kind.UPDATE, Phase.AWAITING_HOSTS)
+
+    def gradient(self, ranks: Sequence[int], arena: ModelArena, slot: Slot) -> torch.Tensor:
+        return arena.summed(slot).clone()
+
+    def begin(self, members: Members, number: int) -> None:
         self._op = members.op
         self._landed = 0
         slots_of = [[piece.slot for piece in chunk.pieces] for chunk in self._arena.layout.chunks]
-        buckets = len(self._owner.buckets(members.chief))
+        buckets = len(self._owner.buckets(members.first))
         self._waiting_for = [set() for _ in range(buckets)]
         for rank in members.ranks:
             for index, bucket in enumerate(self._owner.buckets(rank)):
-                for number in bucket:
-                    self._waiting_for[index].update(slots_of[number])
+                for chunk in bucket:
+                    self._waiting_for[index].update(slots_of[chunk])
         self._report()
         self._sending = self._thread.submit(self._send, members)
 
-    def landed(self, slot: int) -> None:
+    def _landed_slot(self, slot: int) -> None:
         """The gradient of `slot` is complete in this replica's buffer."""
         for waiting in self._waiting_for[self._landed :]:
             waiting.discard(slot)
@@ -58,16 +107,20 @@ class BetweenHosts:
             self._landed += 1
         self._report()
 
-    def all_landed(self) -> None:
-        """Backward is over: whatever has not landed is zero."""
+    def computed(self, members: Members, number: int) -> None:
+        # Backward is over: whatever has not landed is zero.
         self._landed = len(self._waiting_for)
         self._report()
 
-    def finish(self) -> None:
-        """Return when everything has come back."""
+    def decided(self, step: DecidedStep) -> None:
         assert self._sending is not None
-        self._together.board.enter(self._together.replica, Phase.AWAITING_HOSTS)
+        board, row = self._together.board, self._together.replica
+        board.enter(row, Phase.AWAITING_HOSTS)
         self._sending.result()
+        board.enter(row, Phase.UPDATING)
+
+    def closed(self) -> None:
+        self._links.commit()
 
     def _report(self) -> None:
         self._together.board.set(self._together.replica, Word.LANDED, self._op << _BUCKET_BITS | self._landed)

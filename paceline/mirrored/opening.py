@@ -1,6 +1,5 @@
-"""Which engine this process trains with, and how it finds the others: that follows from its place.
+"""How mirrored replicas find each other: that follows from the place of a process.
 
-- alone: plain torch, nothing shared;
 - under `paceline run`: the supervisor's board is an open descriptor;
 - under `torchrun`: the first replica of a host makes a board, and the others open it through the rendezvous.
 
@@ -11,6 +10,7 @@ its own to the others, which is also how replicas on GPUs work.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import msgspec
 import torch
@@ -18,32 +18,51 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.errors import LaunchError
-from paceline.exchange.board import Board, Word
+from paceline.exchange.board import Board, HostWord, Word
 from paceline.exchange.links import Links, Store, open_store
 from paceline.exchange.mailboxes import Peers
 from paceline.exchange.together import Together
 from paceline.exchange.wire import wire
-from paceline.loop.engine import Engine
-from paceline.loop.solo import Solo
+from paceline.loop.training_loop import Training
 from paceline.memory import segment
 from paceline.memory.heap import keep_memory
+from paceline.mirrored.between_hosts import BetweenHosts, OneHost
 from paceline.mirrored.engine import MirroredEngine
+from paceline.mirrored.step_parts import StepPart
 from paceline.run_place import PLACE_VARIABLE, Place
 from paceline.split.opening import open_cut
-from paceline.strategy import Mirrored
+
+OpenTables = Callable[[nn.Module, Optimizer, Place, int, int], StepPart]  # number of the trainer, incarnation
 
 
-def open_engine(model: nn.Module, optimizer: Optimizer, place: Place) -> Engine:
-    """The engine for this process."""
-    if place.world == 1 and place.board is None:
-        return Solo(model, optimizer)
-    where, board, links = meet(model, place)
+def open_mirrored(training: Training, tables: OpenTables) -> MirroredEngine:
+    """Returns the engine of this process. `tables` opens those that are on servers, if any are."""
+    model, optimizer = training.model, training.optimizer
+    place, board, links = meet(model, training.place)
+    strategy, row = place.strategy, place.row
+    together = Together(board, row, strategy.timeout_s)
+    joining = place.restarted and not board.alive(row)  # an earlier trainer of this process may have joined
+    board.announce(row)
+    board.host_set(HostWord.FIRST_REPLICA, place.host * place.rows)
     cut = None
-    if isinstance(place.strategy, Mirrored) and (split := place.strategy.split) is not None:
-        board.announce(where.row)
-        together = Together(board, where.row, place.strategy.timeout_s)
+    if (split := strategy.split) is not None:
         cut = open_cut(split, Peers.meet(together, split.devices), place.dims)
-    return MirroredEngine(model, optimizer, where, board, links, cut)
+    elsewhere = None
+    if place.servers is not None:
+        number, incarnation = board.get(row, Word.ARENAS) + 1, board.get(row, Word.INCARNATION)
+        elsewhere = tables(model, optimizer, place, number, incarnation)
+    return MirroredEngine(
+        model,
+        optimizer,
+        together,
+        hosts=BetweenHosts(together, links) if links is not None else OneHost(),
+        replica=training.place.replica,
+        clip_norm=training.clip_norm,
+        batchnorm=strategy.batchnorm,
+        cut=cut,
+        elsewhere=elsewhere,
+        joining=joining,
+    )
 
 
 def meet(model: nn.Module, place: Place) -> tuple[Place, Board, Links | None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -17,7 +18,6 @@ from torch.optim import Optimizer
 
 from paceline.errors import ArenaError, ModelError, ReplicaDied
 from paceline.exchange.board import Kind, MemberLost, Members, Phase
-from paceline.exchange.links import Links
 from paceline.exchange.together import Together
 from paceline.memory.arena import Arena
 from paceline.memory.layout import aligned
@@ -80,19 +80,19 @@ class SharedModel(ModelInArena):
         board = self._together.board
         board.work_on(members, Kind.BUILD, Phase.STARTING)
         if not hasattr(self, "arena"):
-            if members.chief == self._replica and board.arena_holder(number) is None:
+            if members.first == self._replica and board.arena_holder(number) is None:
                 self.fill(ModelArena.create(self.layout, self._sizes, sparse=self._sparse))
                 board.hold_arena(self._replica, number, self.arena.arena.descriptor)
             else:
-                self._attach(number, members.chief, compare=True)
+                self._attach(number, members.first, compare=True)
         self._together.arrive(members, Phase.AWAITING_ARENA)
 
-    def _attach(self, number: int, chief: int, *, compare: bool) -> None:
-        """Take part in the arena that a living replica holds, or that the chief is about to make."""
+    def _attach(self, number: int, maker: int, *, compare: bool) -> None:
+        """Take part in the arena that a living replica holds, or that `maker` is about to make."""
         board = self._together.board
 
         def ready() -> bool:
-            alive = board.alive(chief)
+            alive = board.alive(maker)
             if board.arena_holder(number) is not None:
                 return True
             if not alive:
@@ -121,15 +121,15 @@ class SharedModel(ModelInArena):
         self.point_to_arena()
         board.hold_arena(self._replica, number, arena.descriptor)
 
-    def compare_hosts(self, links: Links) -> None:
-        """All hosts must start from the same parameters, bit by bit."""
+    def compare_hosts(self, total: Callable[[torch.Tensor], torch.Tensor], hosts: int) -> None:
+        """All hosts must start from the same parameters, bit by bit; `total` is the sum over all of them."""
         slots = self.layout.slots
         checks = [zlib.crc32(self.arena.parameter(slot).cpu().numpy().tobytes()) for slot in slots]
-        if links.sum(torch.tensor([len(slots)])) != len(slots) * links.hosts:
+        if total(torch.tensor([len(slots)])) != len(slots) * hosts:
             raise ModelError("model", f"{len(slots)} parameters", "another host has another number of them")
-        totals = links.sum(torch.tensor(checks, dtype=torch.int64)).tolist()
-        for slot, check, total in zip(slots, checks, totals, strict=True):
-            if total != check * links.hosts:
+        totals = total(torch.tensor(checks, dtype=torch.int64)).tolist()
+        for slot, check, found in zip(slots, checks, totals, strict=True):
+            if found != check * hosts:
                 raise ModelError(
                     "model",
                     slot.name,
@@ -143,12 +143,12 @@ class SharedModel(ModelInArena):
         for place, buffer in self.buffer_places():
             place.copy_(buffer)
 
-    def take_buffers(self, links: Links | None = None) -> None:
-        """What the chief has published; with `links`, the first host's."""
+    def take_buffers(self, total: Callable[[torch.Tensor], torch.Tensor] | None = None, *, first: bool = True) -> None:
+        """What the first member has published; with the `total` over several hosts, that of the `first`."""
         for place, buffer in self.buffer_places():
             buffer.copy_(place)
-            if links is not None:
-                buffer.copy_(links.sum(buffer if links.host == 0 else torch.zeros_like(buffer)))
+            if total is not None:
+                buffer.copy_(total(buffer if first else torch.zeros_like(buffer)))
 
 
 def _scratch_bytes(model: nn.Module) -> int:

@@ -27,7 +27,7 @@ from paceline.errors import ModelError, PacelineError
 from paceline.exchange.board import Board
 from paceline.exchange.mailboxes import Peers
 from paceline.exchange.together import Together
-from paceline.loop.passes import Passes
+from paceline.loop.engine import Batch, Computed, Work
 from paceline.memory.arena import Arena
 from paceline.memory.model_arena import ModelArena, Sizes
 from paceline.optim.batchnorm import Statistics, make_exact
@@ -35,10 +35,10 @@ from paceline.optim.gradients import GradientCollector
 from paceline.optim.model_in_arena import SMALLEST_SCRATCH_BYTES, ModelInArena
 from paceline.optim.models import buffers_of, own_state
 from paceline.run_place import Place
-from paceline.split.cut import capture
+from paceline.split.cut import Check, Loss, capture
 from paceline.split.opening import open_cut
 from paceline.split.parts import Parts
-from paceline.strategy import Centralized
+from paceline.split.values import Split
 
 
 class Order(msgspec.Struct, frozen=True, tag=True):
@@ -93,27 +93,25 @@ _ORDERS = msgspec.msgpack.Decoder(TicketTaken | ComputeTicket | StepClosed | Eva
 class Devices:
     """One of the devices, among the others of its replica."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, place: Place) -> None:
-        strategy = place.strategy
-        assert isinstance(strategy, Centralized)
-        assert strategy.split is not None
+    def __init__(self, model: nn.Module, optimizer: Optimizer, place: Place, split: Split) -> None:
         assert place.board is not None
         _refuse_tables(model)
         board = Board(place.board)
         board.announce(place.row)
-        self._model = model
-        self._peers = _PeersOfReplica.meet(Together(board, place.row, strategy.timeout_s), strategy.split.devices)
+        self.model, self.replica = model, place.replica
+        together = Together(board, place.row, place.strategy.timeout_s)
+        self._peers = _PeersOfReplica.meet(together, split.devices)
         self._everyone = self._peers.everyone
-        self.cut = open_cut(strategy.split, self._peers, place.dims)
+        self.cut = open_cut(split, self._peers, place.dims)
         self.leads = self._peers.rank == 0
         self._inside = ModelInArena(model, optimizer, self._peers.count)
-        self._share_arena(place.row // self._peers.count)
+        self._share_arena()
         self._parts = Parts(self.cut, self._inside, self._peers.rank, model)
         self._statistics = Statistics()  # of BatchNorms that see a part of each sample
         self._undo_exact = make_exact(model, Statistics())
         self._collector: GradientCollector | None = None  # until the model is cut
 
-    def _share_arena(self, replica: int) -> None:
+    def _share_arena(self) -> None:
         inside = self._inside
         sizes = Sizes(
             replicas=self._peers.count,
@@ -128,7 +126,7 @@ class Devices:
         else:
             process, descriptor = self._everyone.broadcast(None).tolist()
             inside.arena = ModelArena(Arena.attach(process, descriptor), inside.layout, sizes)
-            inside.compare_values(f"device {self._peers.rank}", f"device 0 of replica {replica}")
+            inside.compare_values(f"device {self._peers.rank}", f"device 0 of replica {self.replica}")
             inside.point_to_arena()
         self._meet()
 
@@ -164,8 +162,8 @@ class Devices:
         """Cut the model, unless it is, now that it is known what it will be called with."""
         if self._collector is not None:
             return
-        self.cut.prepare(self._model, capture(self._model, call))
-        for module in self._model.modules():
+        self.cut.prepare(self.model, capture(self.model, call))
+        for module in self.model.modules():
             if isinstance(module, _BatchNorm) and self.cut.over_devices(module):
                 module._statistics = self._statistics  # type: ignore[assignment]
         destinations = self._parts.take()
@@ -183,34 +181,26 @@ class Devices:
         self._meet()
         self._parts.take_buffers()
 
-    def compute(
-        self, passes: Passes, micro_batches: Sequence[Any], sizes: Sequence[int], *, number: int, seed: int | None
-    ) -> float:
-        """Forward and backward of the replica's samples; their mean loss."""
-        self.prepare(lambda model: passes.loss(model, micro_batches[0]))
+    def compute(self, batch: Batch, ticket: Ticket) -> Computed:
+        """Runs forward and backward of the replica's samples. Returns their mean loss."""
         assert self._collector is not None
         with self._collector.step():
-            loss = passes.run(
-                self._model,
-                micro_batches,
-                sizes,
-                whole=sum(sizes),
-                number=number,
-                seed=seed,
-                around=self._around,
-                train=self.cut.train,
-            )
+            computed = batch.compute(self, ticket)
         self._parts.mark(self._collector.finish(), self._inside.arena.touched[self._peers.rank])
         self._parts.publish_buffers()
-        return float(self._of_speaker(torch.tensor([loss], dtype=torch.float64)))
+        loss = self._of_speaker(torch.tensor([computed.loss], dtype=torch.float64))
+        return Computed(float(loss), computed.samples)
 
     @contextmanager
-    def _around(self, number: int, is_last: bool) -> Iterator[None]:
+    def one_pass(self, work: Work, number: int, batch: Any, *, is_last: bool) -> Iterator[None]:
         self._statistics.sum = self._everyone.all_reduce
         try:
             yield
         finally:
             self._statistics.sum = None
+
+    def train(self, loss: Loss, batch: Any, weight: float, check: Check) -> float:
+        return self.cut.train(loss, self.model, batch, weight, check)
 
     def gather(self, whole: nn.Module) -> None:
         """Give `whole` the gradient that all have computed, and the buffers they have now."""

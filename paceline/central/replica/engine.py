@@ -5,25 +5,33 @@ It does not divide batches with the other replicas: the chief hands it tickets, 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from paceline.central.chief.books import Books
+from paceline.central.chief.tasks import EvaluationTask, OnceTask, ResumeTask
 from paceline.central.client.client import Client
 from paceline.central.client.server_view import ServerAddresses
-from paceline.central.replica.working import Worked, work_on
-from paceline.central.wire.protocol import RESUME, Ended, Settings, Ticket, Waiting
+from paceline.central.replica.progress import books_of, with_books, with_counted
+from paceline.central.replica.ticket_samples import TicketSamples
+from paceline.central.replica.working import ClientWorker, Worked, work_on
+from paceline.central.wire.protocol import Ended, Ticket, Waiting
+from paceline.central.wire.settings import Settings
 from paceline.data.ledger import Ledger
-from paceline.errors import PacelineError, Stalled
+from paceline.errors import DataError, PacelineError, Stalled
+from paceline.evaluations import EvaluationKey
 from paceline.exchange.board import Board, HostWord, Phase, Word
-from paceline.loop.engine import Closed, Computed, StateByName
+from paceline.loop.engine import Batch, Chapter, Closed, Computed, ServersControl
+from paceline.loop.run_state import RunState, StateByName
+from paceline.loop.script_position import ScriptPosition
 from paceline.net.secure import Keys, read_token
 from paceline.optim.models import own_state
 from paceline.rules import Rule
@@ -31,70 +39,33 @@ from paceline.run_place import Place
 from paceline.strategy import Centralized
 
 COPY_TRIES = 4  # for a copy of everything, while servers are killed
-
-
-class LeasedEngine(Protocol):
-    """What a replica's course needs of whoever turns to the servers for it."""
-
-    gradients_ready: Callable[[], None] | None
-    rule: Rule
-
-    @property
-    def client(self) -> Client | None:
-        """Of the servers; None if another device of the replica is the one."""
-
-    @property
-    def chief(self) -> bool: ...
-
-    @property
-    def steps(self) -> int: ...
-
-    def expect(self, steps: int) -> None: ...
-
-    def ask(self, chapter: int, ledger: Ledger, stop_epoch: int) -> Ticket | Ended: ...
-
-    def step(
-        self, ticket: Ticket, compute: Callable[[Ticket], Computed], coming: Callable[[], Sequence[Any]]
-    ) -> Closed: ...
-
-    def total(self, name: str, length: int, work: Callable[[range], torch.Tensor]) -> torch.Tensor: ...
-
-    def once(self, act: Callable[[], None]) -> None: ...
-
-    def accepting(self) -> int: ...
-
-    def books(self) -> dict[str, Any]: ...
-
-    def gradients(self) -> dict[str, torch.Tensor]: ...
-
-    def model_state(self) -> dict[str, torch.Tensor]: ...
-
-    def optimizer_state(self) -> StateByName: ...
-
-    def snapshot(self) -> tuple[dict[str, torch.Tensor], StateByName, dict[str, Any]]: ...
-
-    def take_state(self, model: dict[str, torch.Tensor], optimizer: StateByName, books: dict[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
+GIVE_BACK_WITHIN_S = 5.0
 
 
 def servers_of(place: Place, number: int) -> ServerAddresses:
-    """Where the parameters of the `number`-th trainer of this script are: a second one is another training."""
-    assert place.servers is not None
+    """Returns where the parameters of the `number`-th trainer of this script are: a second one is another training."""
+    servers = place.servers
+    assert servers is not None
     return ServerAddresses(
-        place.servers.addresses,
-        place.servers.container if number == 1 else f"{place.servers.container}-{number}",
-        read_token(Path(place.servers.token_folder)) if place.servers.token_folder is not None else "",
-        Keys.load(Path(place.servers.keys)) if place.servers.keys is not None else None,
+        servers.addresses,
+        servers.container if number == 1 else f"{servers.container}-{number}",
+        read_token(Path(servers.token_folder)) if servers.token_folder is not None else "",
+        Keys.load(Path(servers.keys)) if servers.keys is not None else None,
     )
 
 
 class CentralizedEngine:
     """One replica among several, with servers that own the parameters."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, place: Place, clip_norm: float | None) -> None:
-        strategy = place.strategy
-        assert isinstance(strategy, Centralized)
+    joining = False  # one that was started again takes part at once
+    in_step = False
+    at_once = 1
+    state_for_joining: Callable[[], RunState]
+    gradients_ready: Callable[[], None] | None = None
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, place: Place, strategy: Centralized, clip_norm: float | None
+    ) -> None:
         assert place.servers is not None
         self._model = model
         self._row = place.row
@@ -126,24 +97,25 @@ class CentralizedEngine:
             wire_name=strategy.wire,
             share_memory=strategy.exchange != "tcp",
         )
-        self.client = self._open(model, optimizer, replica=place.rank // strategy.devices)
+        self.client = self._open(model, optimizer, replica=place.replica)
+        self._worker = ClientWorker(self.client)
         if self._board is not None and not self._board.alive(self._row):
             self._board.set(self._row, Word.ADMITTED, incarnation)  # one that was started again takes part at once
-        self.gradients_ready: Callable[[], None] | None = None
         self._rule: Rule = strategy.rule
-        self._tasks = self._resumes = 0
+        self._resumes = 0
         self._sync = True
         self.enter(Phase.BETWEEN)
 
     # ── what can be asked ────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def chief(self) -> bool:
+    def in_charge(self) -> bool:
         return self.client.chief
 
     @property
-    def steps(self) -> int:
-        return self.client.step
+    def servers(self) -> ServersControl | None:
+        self.rest()
+        return self
 
     @property
     def rule(self) -> Rule:
@@ -155,8 +127,24 @@ class CentralizedEngine:
             self._rule = rule
             self.client.set_rule(rule)
 
+    @property
     def accepting(self) -> int:
         return self.client.accepting()
+
+    @property
+    def staleness(self) -> dict[int, int]:
+        return self.books().staleness
+
+    def books(self) -> Books:
+        """Returns the chief's."""
+        return self.client.books()
+
+    def steps(self, position: ScriptPosition) -> int:
+        return self.client.step
+
+    def ledger(self, position: ScriptPosition) -> Ledger | None:
+        self.rest()
+        return with_counted(position.ledger, position.chapter, self.books()) if position.ledger is not None else None
 
     def expect(self, steps: int) -> None:
         if self._board is not None:
@@ -164,48 +152,67 @@ class CentralizedEngine:
 
     # ── work ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def ask(self, chapter: int, ledger: Ledger, stop_epoch: int) -> Ticket | Ended:
-        """The next samples to compute in this chapter."""
+    def samples(self, chapter: Chapter) -> TicketSamples:
+        if chapter.feed.length is None:
+            raise DataError("dataset", "a stream", "with servers give one that has a length")
+        return TicketSamples(chapter, self.ask, self.give_back, alone=self.at_once == 1)
+
+    def prepare(self, call: Callable[[nn.Module], Any]) -> None:
+        """The model is not cut."""
+
+    def join(self) -> RunState:
+        raise AssertionError("whoever is started again takes part at once")
+
+    def ask(self, chapter: Chapter) -> Sequence[Ticket] | Ended:
+        """Returns the next samples to compute in this chapter."""
         self.enter(Phase.AWAITING_WORK)
-        answer = self.ask_for(self.client, chapter, ledger, stop_epoch)
+        answer = self.ask_for(self.client, chapter)
         assert not isinstance(answer, Waiting)
         self.enter(Phase.BETWEEN)
         if isinstance(answer, Ended):
             self.refresh()
-        return answer
+            return answer
+        return [answer]
 
-    def ask_for(
-        self, client: Client, chapter: int, ledger: Ledger, stop_epoch: int, *, at_once: bool = False
-    ) -> Ticket | Ended | Waiting:
-        """The same for one of several clients of this process; `at_once`: also if there is nothing to do yet."""
+    def ask_for(self, client: Client, chapter: Chapter, *, at_once: bool = False) -> Ticket | Ended | Waiting:
+        """Returns the same for one of several clients of this process; `at_once`: also if there is nothing to do yet."""
+        ledger = chapter.ledger
         assert ledger.length is not None
         if self._board is not None and self._board.host_get(HostWord.STOP_REQUESTED):
             client.request_stop()
         return client.ask(
-            chapter=chapter,
+            chapter=chapter.number,
             length=ledger.length,
             batch_size=ledger.batch_size,
             left_out=ledger.length % ledger.batch_size if ledger.drop_last else 0,
-            stop_epoch=stop_epoch,
+            stop_epoch=chapter.stop_epoch,
             at_once=at_once,
         )
 
+    def give_back(self) -> None:
+        """What has come with the last answer will not be computed, not now."""
+        with suppress(PacelineError):  # there may be an error on its way, and this would not be its cause
+            self.client.give_back(timeout_s=GIVE_BACK_WITHIN_S)
+
     def refresh(self) -> None:
-        """Have the model hold the parameters as they are now."""
+        """Has the model hold the parameters as they are now."""
         self.client.pull(sync=self._sync)
 
     def another_client(self, model: nn.Module, optimizer: Optimizer, replica: int) -> Client:
-        """One more replica in this process."""
+        """Opens one more replica in this process."""
         return self._open(model, optimizer, replica=replica)
 
-    def step(
-        self, ticket: Ticket, compute: Callable[[Ticket], Computed], coming: Callable[[], Sequence[Any]]
-    ) -> Closed:
-        """Compute a ticket and hand it in; again and with more samples, if one of the others dies meanwhile."""
-        self.begin(ticket)
-        worked = work_on(self.client, ticket, compute, self.enter, coming)
+    def step(self, batches: Sequence[Batch]) -> Closed:
+        """Computes a ticket and hands it in; again and with more samples, if one of the others dies meanwhile."""
+        (batch,) = batches
+        self.begin(batch.work.assignment)
+        self.client.expect(batch.micro_batches)
+        worked = work_on(self.client, batch, partial(self._compute, batch), self.enter)
         self.settled(worked)
         return Closed(worked.settled.loss, worked.settled.samples, worked.settled.replicas)
+
+    def _compute(self, batch: Batch, ticket: Ticket) -> Computed:
+        return batch.compute(self._worker, ticket)
 
     def begin(self, ticket: Ticket) -> None:
         """A ticket is being worked on."""
@@ -220,36 +227,37 @@ class CentralizedEngine:
         self.note(worked)
 
     def note(self, worked: Worked) -> None:
-        """Show on the board what became of a ticket."""
-        board, row, settled = self._board, self._row, worked.settled
+        """Shows on the board what became of a ticket."""
+        board, row, outcome = self._board, self._row, worked.settled
         if board is None:
             return
         board.set(row, Word.COMPUTE_NS, worked.compute_ns)
         board.set(row, Word.WAIT_NS, worked.wait_ns)
         board.set(row, Word.UPDATE_NS, 0)
-        board.set_float(row, Word.MEAN_LOSS, settled.loss)
-        board.set(row, Word.STEP, settled.step)
-        board.set(row, Word.SAMPLES_SEEN, settled.seen)
+        board.set_float(row, Word.MEAN_LOSS, outcome.loss)
+        board.set(row, Word.STEP, outcome.step)
+        board.set(row, Word.SAMPLES_SEEN, outcome.seen)
         board.enter(row, Phase.BETWEEN)
 
     def enter(self, phase: Phase) -> None:
         if self._board is not None:
             self._board.enter(self._row, phase)
 
+    def rest(self) -> None:
+        """It works only while it is called."""
+
     # ── tasks ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def total(self, name: str, length: int, work: Callable[[range], torch.Tensor]) -> torch.Tensor:
-        """The sum over all samples of what `work` returns for some of them, whoever computes which."""
+    def total(self, key: EvaluationKey, length: int, over: Callable[[range], torch.Tensor]) -> torch.Tensor:
         self.refresh()
         self.enter(Phase.EVALUATING)
-        values = self.client.task(name, length, lambda part: work(part).tolist())
+        values = self.client.task(EvaluationTask(key), length, lambda part: over(part).tolist())
         self.enter(Phase.BETWEEN)
         return torch.tensor(values, dtype=torch.float64)
 
-    def once(self, act: Callable[[], None]) -> None:
-        self._tasks += 1
+    def once(self, number: int, act: Callable[[], None]) -> None:
         self.enter(Phase.SAVING)
-        self.client.once(f"once {self._tasks}", act)
+        self.client.once(OnceTask(number), act)
         self.enter(Phase.BETWEEN)
 
     # ── whole tensors ────────────────────────────────────────────────────────────────────────────────────
@@ -259,31 +267,35 @@ class CentralizedEngine:
         return tables | self.client.whole.gradients()
 
     def model_state(self) -> dict[str, torch.Tensor]:
-        return self.snapshot()[0]
+        return self._copy_everything()[0]
 
     def optimizer_state(self) -> StateByName:
-        return self.snapshot()[1]
+        return self._copy_everything()[1]
 
-    def snapshot(self) -> tuple[dict[str, torch.Tensor], StateByName, dict[str, Any]]:
-        """The model's state_dict, the optimizer's state and the chief's books, all after the same step."""
+    def snapshot(self, state: RunState) -> tuple[dict[str, torch.Tensor], StateByName, RunState]:
+        model, optimizer, books = self._copy_everything()
+        return model, optimizer, with_books(state, books)
+
+    def _copy_everything(self) -> tuple[dict[str, torch.Tensor], StateByName, Books]:
+        """Returns the model's state_dict, the optimizer's state and the chief's books, all after the same step."""
         for _ in range(COPY_TRIES - 1):
             try:
-                return self._snapshot()
+                return self._copy_once()
             except Stalled:
                 raise
             except PacelineError:
                 continue  # a server was started again: its copy is gone
-        return self._snapshot()
+        return self._copy_once()
 
-    def _snapshot(self) -> tuple[dict[str, torch.Tensor], StateByName, dict[str, Any]]:
-        copy = self.client.whole.freeze()
-        parameters, state = self.client.whole.parameters(copy), self.client.whole.state(copy)
-        books = self.client.whole.books(copy)
+    def _copy_once(self) -> tuple[dict[str, torch.Tensor], StateByName, Books]:
+        whole = self.client.whole
+        copy = whole.freeze()
+        parameters, state, books = whole.parameters(copy), whole.state(copy), whole.books(copy)
         for lookup in self.client.tables:
-            parameters[lookup.name], held = self.client.whole.table(copy, lookup.number)
+            parameters[lookup.name], held = whole.table(copy, lookup.number)
             if held:
                 state[lookup.name] = held
-        self.client.whole.thaw(copy)
+        whole.thaw(copy)
         model = {key: value.detach() for key, value in own_state(self._model).state_dict().items()}
         names = {id(parameter): name for name, parameter in own_state(self._model).named_parameters()}
         for key, value in own_state(self._model).state_dict(keep_vars=True).items():
@@ -291,8 +303,8 @@ class CentralizedEngine:
                 model[key] = parameters[names[id(value)]]
         return model, state, books
 
-    def take_state(self, model: dict[str, torch.Tensor], optimizer: StateByName, books: dict[str, Any]) -> None:
-        """Take over a checkpoint: one replica gives it to the servers."""
+    def take_state(self, model: dict[str, torch.Tensor], optimizer: StateByName, state: RunState) -> None:
+        """Takes over a checkpoint: one replica gives it to the servers."""
         own = own_state(self._model)
         trained = set(self.client.shards.names)
         tables = {lookup.name for lookup in self.client.tables}
@@ -305,16 +317,12 @@ class CentralizedEngine:
             values = {name: model[name] for name in trained}
             for lookup in self.client.tables:
                 self.client.whole.give_table(lookup.number, model[lookup.name], optimizer.get(lookup.name, {}))
-            self.client.restore(values, optimizer, books["step"], json.dumps(books).encode())
+            self.client.restore(values, optimizer, books_of(state))
 
         self._resumes += 1
-        self.client.once(f"{RESUME}{self._resumes}", give)
-        self.client.step = books["step"]
+        self.client.once(ResumeTask(self._resumes), give)
+        self.client.step = state.step
         self.client.pull(sync=True)
-
-    def books(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.client.notes())
-        return found
 
     def close(self) -> None:
         self.client.close()

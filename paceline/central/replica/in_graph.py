@@ -4,9 +4,9 @@ Every replica has its own client of the servers, and its own copy of the model: 
 chief they are replicas like any others, so rules and results are those of a process a replica. The user's thread drives
 them all:
 
-    batches   takes a ticket for every replica that has nothing to do, loads their batches, gives them to the user
-    step      lets these replicas compute and hand in; returns when the step is closed (sync), or when one of them
-              has nothing to do again (async)
+    ask     takes a ticket for every replica that has nothing to do
+    step    lets these replicas compute and hand in; returns when the step is closed (sync), or when one of them has
+            nothing to do again (async)
 
 So a sync run makes one update each time round the user's loop, as in one process. Whoever is late goes on in the
 background, and gets a ticket when it is done. Before an evaluation, a save, or a look into the books, the replicas come
@@ -19,65 +19,39 @@ in the loss. Random numbers are one sequence for all threads, so dropout draws i
 from __future__ import annotations
 
 import atexit
-import dataclasses
-import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from paceline.central.client.client import Client
 from paceline.central.replica.engine import CentralizedEngine
-from paceline.central.replica.leased import NOT_YIELDED, Given, Held, Leased
-from paceline.central.replica.working import Worked, work_on
+from paceline.central.replica.working import ClientWorker, Worked, work_on
 from paceline.central.wire.protocol import Ended, Ticket
-from paceline.data import Ahead, Ledger
-from paceline.errors import PacelineError, Stalled
+from paceline.errors import Stalled
 from paceline.exchange.board import Phase
-from paceline.loop.course import Training
-from paceline.loop.engine import Computed
-from paceline.loop.passes import Evaluation, Passes
+from paceline.loop.engine import Batch, Chapter, Closed
+from paceline.loop.run_state import RunState, StateByName
+from paceline.loop.script_position import ScriptPosition
 from paceline.optim.models import copied
-from paceline.rules import Rule
+from paceline.run_place import Place
+from paceline.strategy import Centralized
 
 LOOK_AGAIN_S = 0.001  # when the servers are in the middle of something
 END_WITHIN_S = 5.0  # for replicas that compute when the process ends
 
 
-class ReplicaBatches(list[Any]):
-    """The batches of several replicas, one after another. `Trainer.step` takes it as a whole."""
-
-
-@dataclasses.dataclass
-class _Hands(Given):
-    """Replicas whose batches the user has been given."""
-
-    work: list[tuple[_Replica, Held]]
-
-    def take(self, batch: Any) -> None:
-        """The user trains on this."""
-        if batch is self.given:
-            return
-        batches = list(batch) if isinstance(self.given, ReplicaBatches) else [batch]
-        if len(batches) != len(self.work):
-            raise PacelineError(
-                f"trainer.step was given the batches of {len(batches)} replicas instead of {len(self.work)}: give all "
-                "that trainer.batches yielded"
-            )
-        for (_, held), own in zip(self.work, batches, strict=True):
-            held.take(own)
-
-
-class _Replica:
+class _ReplicaThread:
     """One of the replicas: a client, a model, and a thread that computes."""
 
-    def __init__(self, client: Client, passes: Passes) -> None:
+    def __init__(self, client: Client) -> None:
         self.client = client
-        self.passes = dataclasses.replace(passes, replica=client.replica)
+        self.worker = ClientWorker(client)
         self.phase = Phase.BETWEEN
         self.is_back = False  # it has handed in, and not been asked for more yet
         self.jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -88,7 +62,7 @@ class _Replica:
         return self.phase is not Phase.BETWEEN
 
     def start(self, job: Callable[[], None], threads: int) -> None:
-        """Do this in the replica's thread. It is busy until `phase` says otherwise."""
+        """Does this in the replica's thread. It is busy until `phase` says otherwise."""
         self.phase = Phase.COMPUTING
         if self.thread is None:
             name = f"paceline-replica-{self.client.replica}"
@@ -102,94 +76,66 @@ class _Replica:
             job()
 
 
-class InGraph(Leased):
-    """How all replicas of one process go through the data that a chief hands out."""
+class InGraphEngine(CentralizedEngine):
+    """All replicas of a run, in one process."""
 
-    _engine: CentralizedEngine
-
-    def __init__(self, training: Training) -> None:
-        self._at_once = training.place.strategy.replicas
-        self._threads = max(1, torch.get_num_threads() // self._at_once)  # of torch, in each replica
-        self._replicas: list[_Replica] = []
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, place: Place, strategy: Centralized, clip_norm: float | None
+    ) -> None:
+        self.at_once = strategy.replicas
+        self._timeout_s = strategy.timeout_s
+        self._threads = max(1, torch.get_num_threads() // self.at_once)  # of torch, in each replica
         self._changed = threading.Condition()  # guards all below, and the replicas' phases
         self._last: Worked | None = None  # the last that was accepted
         self._failure: BaseException | None = None
-        super().__init__(training)
-
-    def _open_engine(self, clip_norm: float | None) -> CentralizedEngine:
-        copies = [copied(self._model, self._optimizer, "--in-graph") for _ in range(1, self._at_once)]
-        engine = CentralizedEngine(self._model, self._optimizer, self._place, clip_norm)
-        self._replicas.append(_Replica(engine.client, self._passes))
-        for number, (model, optimizer) in enumerate(copies, 1):
-            client = engine.another_client(model, optimizer, number)
-            client.options_from = self._optimizer  # that of the user, which schedulers change
-            self._replicas.append(_Replica(client, self._passes))
+        self._replicas: list[_ReplicaThread] = []
+        copies = [copied(model, optimizer, "--in-graph") for _ in range(1, self.at_once)]
+        super().__init__(model, optimizer, place, strategy, clip_norm)
+        self._replicas.append(_ReplicaThread(self.client))
+        for number, (own_model, own_optimizer) in enumerate(copies, 1):
+            client = self.another_client(own_model, own_optimizer, number)
+            client.options_from = optimizer  # that of the user, which schedulers change
+            self._replicas.append(_ReplicaThread(client))
+        self._handed: list[_ReplicaThread] = []  # those who got the tickets in hand
         # A thread that is inside torch when the interpreter goes away aborts the process.
         atexit.register(self._end_threads)
-        return engine
-
-    def _guess(self, ticket: Ticket, ledger: Ledger) -> list[tuple[int, tuple[range, ...]]]:
-        # In an async run not all replicas are seen at once: what others wait for would be dropped, and loaded twice.
-        return super()._guess(ticket, ledger) if ticket.sync else []
-
-    # ── what can be asked ────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def ledger(self) -> Ledger | None:
-        self.rest()
-        return super().ledger
-
-    @property
-    def steps(self) -> int:
+    def _step(self) -> int:
+        """Steps closed so far, as far as any replica knows."""
         return max(replica.client.step for replica in self._replicas)
 
-    @property
-    def rule(self) -> Rule:
-        return self._engine.rule
-
-    @rule.setter
-    def rule(self, rule: Rule) -> None:
-        self.rest()
-        self._engine.rule = rule
-
-    @property
-    def accepting(self) -> int:
-        self.rest()
-        return super().accepting
-
-    @property
-    def staleness(self) -> dict[int, int]:
-        self.rest()
-        return super().staleness
+    def steps(self, position: ScriptPosition) -> int:
+        return self._step
 
     # ── who does what ────────────────────────────────────────────────────────────────────────────────────
 
     def rest(self) -> None:
-        """Return when no replica is at work."""
+        """Returns when no replica is at work."""
         self._wait(lambda: not self._any_busy())
 
     def _any_busy(self) -> bool:
         return any(replica.is_busy for replica in self._replicas)
 
     def _wait(self, until: Callable[[], bool]) -> None:
-        """Wait for the replicas; what one of them raises, is raised here."""
+        """Waits for the replicas; what one of them raises, is raised here."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None or until())
             if self._failure is not None:
                 raise self._failure
 
-    def _next(self, ledger: Ledger, stop_epoch: int, ahead: Ahead) -> Given | Ended:
-        chapter, limit_s = self._position.chapter, self._place.strategy.timeout_s
-        hands: dict[_Replica, Ticket] = {}
+    def ask(self, chapter: Chapter) -> Sequence[Ticket] | Ended:
+        """Returns a ticket for every replica that has nothing to do, as soon as there are enough for a step."""
+        hands: dict[_ReplicaThread, Ticket] = {}
         ended: Ended | None = None
-        give_up = time.monotonic() + limit_s
-        self._engine.enter(Phase.AWAITING_WORK)
+        give_up = time.monotonic() + self._timeout_s
+        self.enter(Phase.AWAITING_WORK)
         while True:
             busy = [replica for replica in self._replicas if replica.is_busy]
             why, before = "work", len(hands)
             for replica in (r for r in self._replicas if r not in busy and r not in hands):
                 replica.is_back = False
-                answer = self._engine.ask_for(replica.client, chapter, ledger, stop_epoch, at_once=True)
+                answer = self.ask_for(replica.client, chapter, at_once=True)
                 if isinstance(answer, Ticket):
                     hands[replica] = answer
                 elif isinstance(answer, Ended):
@@ -197,63 +143,52 @@ class InGraph(Leased):
                 else:
                     why = answer.why
             if hands and len(hands) >= next(iter(hands.values())).needed:
-                return self._hand_over(hands, ledger, ahead)
+                return self._hand_over(hands)
             # A sync step may need more replicas than have a ticket: those that had to wait for one that asked after
             # them, those that are late still. In the end there may be no more.
             if len(hands) > before:
                 continue
             if hands and not busy:
-                return self._hand_over(hands, ledger, ahead)
+                return self._hand_over(hands)
             if busy:
                 self._wait(lambda busy=busy: not all(replica.is_busy for replica in busy))  # type: ignore[misc]
             elif ended is not None:
-                self._engine.refresh()
+                self.refresh()
                 if self._last is not None:
-                    self._engine.note(self._last)
-                self._engine.enter(Phase.BETWEEN)
+                    self.note(self._last)
+                self.enter(Phase.BETWEEN)
                 return ended
             elif time.monotonic() > give_up:
-                raise Stalled(f"all replicas waited {limit_s:g} s for {why}")
+                raise Stalled(f"all replicas waited {self._timeout_s:g} s for {why}")
             else:
                 time.sleep(LOOK_AGAIN_S)
 
-    def _hand_over(self, hands: dict[_Replica, Ticket], ledger: Ledger, ahead: Ahead) -> _Hands:
-        self._engine.enter(Phase.BETWEEN)
-        ordered = sorted(hands, key=lambda replica: replica.client.replica)
-        work = self._load([hands[replica] for replica in ordered], ledger, ahead)
-        for replica, held in zip(ordered, work, strict=True):
-            replica.client.expect(held.micro_batches)
-        given = work[0].given if len(work) == 1 else ReplicaBatches(held.given for held in work)
-        return _Hands(given, list(zip(ordered, work, strict=True)))
+    def _hand_over(self, hands: dict[_ReplicaThread, Ticket]) -> Sequence[Ticket]:
+        self.enter(Phase.BETWEEN)
+        self._handed = sorted(hands, key=lambda replica: replica.client.replica)
+        return [hands[replica] for replica in self._handed]
 
     # ── training ─────────────────────────────────────────────────────────────────────────────────────────
 
-    def step(self, batch: Any) -> float:
-        hands = self._held
-        if not isinstance(hands, _Hands):
-            raise PacelineError(NOT_YIELDED)
-        hands.take(batch)
-        first = hands.work[0][1].ticket
-        self._engine.begin(first)
+    def step(self, batches: Sequence[Batch]) -> Closed:
+        first: Ticket = batches[0].work.assignment
+        self.begin(first)
+        for replica, batch in zip(self._handed, batches, strict=True):
+            replica.client.expect(batch.micro_batches)
+            _same_modes(self._model, replica.worker.model)
         with self._changed:
-            for replica, held in hands.work:
-                client = replica.client
-                compute = self._computing(held, replica.passes, client.model, client, None)
-                replica.start(partial(self._work, replica, held, compute), self._threads)
-            self._engine.enter(Phase.COMPUTING)
+            for replica, batch in zip(self._handed, batches, strict=True):
+                replica.start(partial(self._work, replica, batch), self._threads)
+            self.enter(Phase.COMPUTING)
         self._wait(lambda: self._is_over(first))
-        self._held = None
         worked = self._last
         assert worked is not None
-        if self._recorder is not None:
+        if self.gradients_ready is not None:
             self.rest()
-        if first.sync and not self._replicas[0].is_busy and self._engine.client.pulled < self.steps:
-            self._engine.refresh()  # it had no part in this step
-        self._engine.settled(worked)
-        self._catch_up(self.steps)
-        if self._recorder is not None:
-            self._recorder.step_closed(worked.settled.loss)
-        return worked.settled.loss
+        if first.sync and not self._replicas[0].is_busy and self.client.pulled < self._step:
+            self.refresh()  # it had no part in this step
+        self.settled(worked)
+        return Closed(worked.settled.loss, worked.settled.samples, worked.settled.replicas)
 
     def _is_over(self, ticket: Ticket) -> bool:
         """Whether the user may go on."""
@@ -261,12 +196,13 @@ class InGraph(Leased):
             return any(replica.is_back for replica in self._replicas)
         if any(replica.phase is Phase.AWAITING_SERVERS for replica in self._replicas):
             return False  # it has handed in, and hears in a moment what became of it
-        return self.steps > ticket.step or not self._any_busy()
+        return self._step > ticket.step or not self._any_busy()
 
-    def _work(self, replica: _Replica, held: Held, compute: Callable[[Ticket], Computed]) -> None:
+    def _work(self, replica: _ReplicaThread, batch: Batch) -> None:
         """In a replica's thread."""
         try:
-            worked = work_on(replica.client, held.ticket, compute, partial(self._enter, replica), held.coming)
+            compute = partial(batch.compute, replica.worker)
+            worked = work_on(replica.client, batch, compute, partial(self._enter, replica))
         except BaseException as failure:
             with self._changed:
                 self._failure = self._failure or failure
@@ -279,27 +215,18 @@ class InGraph(Leased):
             replica.phase, replica.is_back = Phase.BETWEEN, True
             self._changed.notify_all()
 
-    def _enter(self, replica: _Replica, phase: Phase) -> None:
+    def _enter(self, replica: _ReplicaThread, phase: Phase) -> None:
         with self._changed:
             replica.phase = phase
             if phase is Phase.AWAITING_SERVERS and not any(r.phase is Phase.COMPUTING for r in self._replicas):
-                self._engine.enter(phase)
+                self.enter(phase)
 
-    # ── evaluation, saving, resuming ─────────────────────────────────────────────────────────────────────
+    # ── resuming, ending ─────────────────────────────────────────────────────────────────────────────────
 
-    def evaluate(self, measure: Evaluation, length: int) -> Any:
-        self.rest()
-        return super().evaluate(measure, length)
-
-    def save(self, path: str | os.PathLike[str], keep: int = 2) -> None:
-        self.rest()
-        super().save(path, keep)
-
-    def resume(self, path: str | os.PathLike[str], fall_back: bool) -> bool:
-        resumed = super().resume(path, fall_back)
+    def take_state(self, model: dict[str, torch.Tensor], optimizer: StateByName, state: RunState) -> None:
+        super().take_state(model, optimizer, state)
         for replica in self._replicas:
-            replica.client.step = self._engine.client.step
-        return resumed
+            replica.client.step = self.client.step
 
     def close(self) -> None:
         self._end_threads()
@@ -316,3 +243,9 @@ class InGraph(Leased):
         for replica in self._replicas:
             if replica.thread is not None:
                 replica.thread.join(max(0.0, give_up - time.monotonic()))
+
+
+def _same_modes(users: nn.Module, own: nn.Module) -> None:
+    """What the user has frozen (`.eval()`) is frozen in every replica."""
+    for theirs, mine in zip(users.modules(), own.modules(), strict=True):
+        mine.training = theirs.training

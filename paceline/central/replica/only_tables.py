@@ -10,7 +10,6 @@ others find it made, so whoever dies in between, the rows are updated exactly on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,29 +18,24 @@ from torch.optim import Optimizer
 
 from paceline.central.chief.tickets import Accepted, Close
 from paceline.central.client.client import Client
-from paceline.central.client.server_view import ServerAddresses
+from paceline.central.replica.engine import servers_of
+from paceline.exchange.board import Members
+from paceline.mirrored.step_parts import DecidedStep, StepPart
 from paceline.central.wire.protocol import Settings
 from paceline.errors import ModelError
-from paceline.net.secure import Keys, read_token
 from paceline.run_place import Place
 
 
-class TablesOnServers:
+class TablesOnServers(StepPart):
     """The tables of a mirrored replica."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, place: Place, number: int, incarnation: int) -> None:
         """`number`: of this trainer in the script."""
         assert place.servers is not None
-        servers = place.servers
         self._client = Client(
             model,
             optimizer,
-            ServerAddresses(
-                servers.addresses,
-                servers.container if number == 1 else f"{servers.container}-{number}",
-                read_token(Path(servers.token_folder)) if servers.token_folder is not None else "",
-                Keys.load(Path(servers.keys)) if servers.keys is not None else None,
-            ),
+            servers_of(place, number),
             Settings(replicas=place.world, timeout_s=place.strategy.timeout_s),
             replica=place.rank,
             incarnation=incarnation,
@@ -51,21 +45,19 @@ class TablesOnServers:
             raise ModelError("model", "without tables", "--only sparse needs an nn.Embedding(sparse=True)")
         self._ahead: int | None = None  # the run's steps that the tables have not seen, because they came later
 
-    def begin(self) -> None:
+    def begin(self, members: Members, number: int) -> None:
         self._client.begin()
 
-    def push(self, number: int) -> None:
-        """The gradients of this replica's rows in step `number`."""
+    def computed(self, members: Members, number: int) -> None:
         if self._ahead is None:
             self._ahead = number - self._client.steps_made()
         self._client.push(number, [])
 
-    def squared_norm(self, number: int, replicas: Sequence[int]) -> float:
-        return self._client.measure(self._close(number, replicas))
+    def squared_norm(self, step: DecidedStep) -> float:
+        return self._client.measure(self._close(step.number, step.members.ranks))
 
-    def make(self, number: int, replicas: Sequence[int], scale: float) -> None:
-        """Step `number` is decided: these replicas' rows make it."""
-        self._client.make(self._close(number, replicas), scale)
+    def update(self, step: DecidedStep, scale: float) -> None:
+        self._client.make(self._close(step.number, step.members.ranks), scale)
 
     def _close(self, number: int, replicas: Sequence[int]) -> Close:
         assert self._ahead is not None
@@ -75,7 +67,6 @@ class TablesOnServers:
 
     # ── whole tables ─────────────────────────────────────────────────────────────────────────────────────
 
-    @property
     def names(self) -> set[str]:
         return {lookup.name for lookup in self._client.tables}
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,20 @@ from paceline.central.client.client import Client
 from paceline.central.wire.protocol import Settled, Ticket
 from paceline.errors import LossError
 from paceline.exchange.board import Phase
-from paceline.loop.engine import Computed
+from paceline.loop.engine import Batch, Computed, Work
+from paceline.loop.passes import PlainWorker
+
+
+class ClientWorker(PlainWorker):
+    """A worker whose gradients go to servers."""
+
+    def __init__(self, client: Client) -> None:
+        super().__init__(client.model, client.replica)
+        self._client = client
+
+    def one_pass(self, work: Work, number: int, batch: Any, *, is_last: bool) -> AbstractContextManager[None]:
+        self._client.begin_pass(batch, is_last=is_last)
+        return super().one_pass(work, number, batch, is_last=is_last)
 
 
 @dataclass(frozen=True)
@@ -24,16 +38,10 @@ class Worked:
 
 
 def work_on(
-    client: Client,
-    ticket: Ticket,
-    compute: Callable[[Ticket], Computed],
-    enter: Callable[[Phase], None],
-    coming: Callable[[], Sequence[Any]],
+    client: Client, batch: Batch, compute: Callable[[Ticket], Computed], enter: Callable[[Phase], None]
 ) -> Worked:
-    """Compute a ticket and hand it in; again and with more samples, if one of the others dies meanwhile.
-
-    `coming`: the batches of what this replica will most likely compute next, if they are there.
-    """
+    """Computes a ticket and hands it in; again and with more samples, if one of the others dies meanwhile."""
+    ticket: Ticket = batch.work.assignment
     began = time.monotonic_ns()
     while True:
         enter(Phase.COMPUTING)
@@ -57,6 +65,6 @@ def work_on(
         ticket = answer
     if ticket.sync:
         if answer.accepted is not None:
-            client.expect(coming())
+            client.expect(batch.coming())
         client.pull(sync=True)
     return Worked(answer, computed_at - began, time.monotonic_ns() - computed_at)

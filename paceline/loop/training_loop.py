@@ -1,0 +1,232 @@
+"""The training loop: what goes on behind `Trainer`, whoever makes the steps.
+
+    batches   draws samples from the engine's source, loads them ahead, gives them to the user
+    step      has the engine compute and close the step, counts its samples, steps the scheduler
+    evaluate  sums a metric over a dataset, by whoever computes which part
+    save      has one process write the run's whole state; resume takes it over
+
+A script that is resumed, or a replica that is started again, runs from its first line like any other. What lies behind
+the run's position is passed over (`ScriptPosition`): `batches` yields nothing for finished epochs, `evaluate` returns
+what was recorded, `save` does nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from paceline import checkpoint
+from paceline.data.feed import Ahead, Feed
+from paceline.data.ledger import Ledger
+from paceline.errors import PacelineError
+from paceline.loop import run_state
+from paceline.loop.batch import DrawnBatch, ReplicaBatch
+from paceline.loop.engine import Chapter, Engine, Samples
+from paceline.loop.evaluation import Evaluation
+from paceline.loop.passes import Passes
+from paceline.loop.recorder import open_recorder
+from paceline.loop.run_state import RunState, Schedule
+from paceline.loop.script_position import ScriptPosition
+from paceline.run_place import INTERRUPTED, Place
+from paceline.split.cut import capture
+from paceline.split.layout.show import tell_dims
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a script wants trained, and which process of the run this is."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: LRScheduler | None
+    clip_norm: float | None
+    passes: Passes
+    place: Place
+
+
+class TrainingLoop:
+    """How one process goes through the data."""
+
+    def __init__(self, training: Training, engine: Engine) -> None:
+        self.engine = engine
+        self._model, self._optimizer = training.model, training.optimizer
+        self._passes, self._place = training.passes, training.place
+        self._schedule = Schedule(training.optimizer, training.scheduler)
+        self._recorder = open_recorder(self._place.recording, engine)
+        self._position = ScriptPosition()
+        self._samples: Samples | None = None  # of the chapter in hand
+        self._drawn: DrawnBatch | None = None
+        self._saves = 0  # that the script has asked for
+        self._resumed: tuple[RunState, dict[str, torch.Tensor]] | None = None  # until the script has caught up with it
+        engine.state_for_joining = self._state_for_joining
+
+    @property
+    def ledger(self) -> Ledger | None:
+        return self.engine.ledger(self._position)
+
+    @property
+    def steps(self) -> int:
+        return self.engine.steps(self._position)
+
+    # ── training ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def batches(self, feed: Feed, asked: Ledger, epochs: int, prefetch: int) -> Iterator[Any]:
+        self._join_if_restarted()
+        turned = self._position.turn_to(asked, epochs)
+        if turned is None:
+            return
+        self._go_on_with_random_numbers()
+        ledger, stop_epoch = turned
+        position, accumulate = self._position, self._passes.accumulate
+        chapter = Chapter(position.chapter, feed, ledger, stop_epoch, position.steps_before, accumulate)
+        if feed.length is not None:
+            self.engine.expect(chapter.expected_steps)
+        samples = self._samples = self.engine.samples(chapter)
+        ahead = Ahead(feed, ledger, depth=prefetch * self.engine.at_once)
+        try:
+            while (drawn := self._draw(chapter, samples, ahead)) is not None:
+                self._drawn = drawn
+                yield drawn.given
+                if self._drawn is not None:
+                    raise PacelineError(
+                        f"the batch of update {drawn.batches[0].work.step} was drawn and never trained on: give every "
+                        "batch to trainer.step, or end the loop"
+                    )
+        finally:
+            ahead.close()
+            samples.close()
+        self._schedule.catch_up(self.steps)
+        if samples.stopped:
+            self._stop()
+
+    def _draw(self, chapter: Chapter, samples: Samples, ahead: Ahead) -> DrawnBatch | None:
+        works = samples.next()
+        if not works:
+            return None
+        self._schedule.catch_up(works[0].step)
+        ahead.want([*(work.request for work in works), *(r for work in works for r in samples.following(work))])
+        return DrawnBatch([ReplicaBatch(work, chapter, samples, ahead, self._passes) for work in works])
+
+    def step(self, batch: Any) -> float:
+        drawn, samples = self._drawn, self._samples
+        if drawn is None or samples is None:
+            raise PacelineError("trainer.step was given a batch that trainer.batches did not yield just now")
+        drawn.take(batch)
+        self._prepare(lambda model: self._passes.loss(model, drawn.batches[0].micro_batches[0]))
+        closed = self.engine.step(drawn.batches)
+        samples.commit(closed)
+        self._drawn = None
+        self._schedule.catch_up(self.steps)
+        if self._recorder is not None:
+            self._recorder.step_closed(closed.loss)
+        if closed.stop:
+            self._stop()
+        return closed.loss
+
+    def _prepare(self, call: Callable[[nn.Module], Any]) -> None:
+        """A model is cut when it is known what it will be called with."""
+        if self._place.dims_to is not None:
+            tell_dims(self._model, capture(self._model, call), self._place.dims, Path(self._place.dims_to))
+            raise SystemExit(0)
+        self.engine.prepare(call)
+
+    def _stop(self) -> None:
+        """The run was asked to stop."""
+        if self._place.save_on_stop:
+            self.save(self._place.save_on_stop)
+        raise SystemExit(INTERRUPTED)
+
+    # ── evaluation ───────────────────────────────────────────────────────────────────────────────────────
+
+    def evaluate(self, evaluation: Evaluation) -> Any:
+        self._join_if_restarted()
+        key = self._position.next_evaluation(in_step=self.engine.in_step)
+        result = self._position.recorded(key)
+        if result is None or result.names is None:
+            self._prepare(evaluation.call)
+            sums = torch.tensor(result.sums) if result else self.engine.total(key, evaluation.length, evaluation.over)
+            result = evaluation.result(key, sums)
+            self._position.results.append(result)
+        return evaluation.value(result)
+
+    def predict(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the model's answer; all devices of a cut model ask together."""
+        self._join_if_restarted()
+        self._prepare(lambda model: model(*args, **kwargs))
+        return self._model(*args, **kwargs)
+
+    # ── saving and resuming ──────────────────────────────────────────────────────────────────────────────
+
+    def save(self, path: str | os.PathLike[str], keep: int = 2) -> None:
+        self._join_if_restarted()
+        self._saves += 1
+        if not self._position.script_is_behind:
+            self.engine.rest()
+            self.engine.once(self._saves, lambda: self._write(path, keep))
+
+    def _write(self, path: str | os.PathLike[str], keep: int) -> None:
+        model, optimizer, state = self.engine.snapshot(self._state())
+        tensors, numbers = run_state.flatten(optimizer)
+        tensors[run_state.RANDOM_STATE] = torch.get_rng_state()
+        state = msgspec.structs.replace(state, numbers=numbers, random=run_state.random_numbers())
+        checkpoint.write(path, model, tensors, msgspec.to_builtins(state), keep=keep)
+
+    def resume(self, path: str | os.PathLike[str], fall_back: bool) -> bool:
+        if self.engine.joining:
+            return True  # takes over the state of the living instead
+        if self._position.ledger is not None:
+            raise PacelineError(f"trainer.resume({os.fspath(path)!r}) comes too late: call it before trainer.batches")
+        if not Path(path).exists():
+            return False
+        saved = checkpoint.read(path, fall_back=fall_back)
+        state = run_state.read_state(saved)
+        self.engine.take_state(saved.model, run_state.unflatten(saved.training, state.numbers), state)
+        self._take(state)
+        self._resumed = (state, saved.training)
+        return True
+
+    def _go_on_with_random_numbers(self) -> None:
+        # Only now: what the script has drawn on its way here, a split of the data say, it must draw as before.
+        if self._resumed is not None and not self._position.script_is_behind:
+            run_state.restore_random(*self._resumed)
+            self._resumed = None
+
+    def _state(self) -> RunState:
+        return RunState(
+            **self._position.progress(),
+            options=run_state.group_options(self._optimizer),
+            schedule=self._schedule.state(),
+            replicas=self._place.strategy.replicas,
+            accumulate=self._passes.accumulate,
+        )
+
+    def _take(self, state: RunState) -> None:
+        run_state.restore_options(self._optimizer, state.options)
+        self._schedule.load(state.schedule, state.step)
+        self._position.resume(state)
+
+    def _state_for_joining(self) -> RunState:
+        """The same in the middle of a step, before it is counted."""
+        assert self._drawn is not None
+        return msgspec.structs.replace(self._state(), open_samples=self._drawn.batches[0].work.whole)
+
+    def _join_if_restarted(self) -> None:
+        """A process that was started again takes its place among the living."""
+        if self.engine.joining:
+            state = self.engine.join()
+            # It was taken while the step was open that has now been closed: account for that one too.
+            self._take(state)
+            self._position.resume(state.with_open_step())
+            self._schedule.catch_up(state.step + 1)
+
+    def close(self) -> None:
+        self.engine.close()

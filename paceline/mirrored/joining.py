@@ -1,0 +1,67 @@
+"""A replica that was started again takes part in the run in progress.
+
+It opens the arena of the living, says on the board that it is ready, and waits. The first member of the next step writes
+the run's state into the arena and admits it from the next op on, before arriving. All read that after the step has
+closed, so all agree on the first op in which the newcomer takes part.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import msgspec
+
+from paceline.exchange.board import HostWord, Members, Phase, Word
+from paceline.exchange.together import Together
+from paceline.loop.run_state import RunState
+from paceline.memory.model_arena import ModelArena
+from paceline.mirrored.step_parts import StepPart
+
+
+class Joining(StepPart):
+    """Both sides of it."""
+
+    def __init__(
+        self,
+        together: Together,
+        arena: ModelArena,
+        publish_buffers: Callable[[], None],
+        state: Callable[[], RunState],
+    ) -> None:
+        """`state`: of the run, in the middle of a step."""
+        self._together = together
+        self._arena = arena
+        self._publish_buffers = publish_buffers
+        self._state = state
+
+    def computed(self, members: Members, number: int) -> None:
+        board, me = self._together.board, self._together.replica
+        if members.first == me and board.any_joining(me, members.op):
+            self._publish_buffers()
+            self._arena.write_notes(msgspec.json.encode(self._state()))
+            board.admit_joining(me, members.op)
+
+    def join(self) -> RunState:
+        """Waits to be admitted. Returns the run's state at the step after which this replica takes part."""
+        board, me = self._together.board, self._together.replica
+        incarnation = board.get(me, Word.INCARNATION)
+        board.set(me, Word.JOINING, incarnation)
+
+        def admitted() -> bool:
+            living = [rank for rank in range(board.replicas) if board.alive(rank)]
+            if not living:
+                raise SystemExit(0)  # the others have finished meanwhile
+            if any(board.get(rank, Word.ARENAS) > board.get(me, Word.ARENAS) for rank in living):
+                print(f"replica {me} cannot join any more: the script has gone on to another trainer", file=sys.stderr)
+                raise SystemExit(0)
+            return board.get(me, Word.ADMITTED) == incarnation and (
+                board.host_get(HostWord.CLOSED) >= board.get(me, Word.ADMIT_AT) - 1
+            )
+
+        board.wait(me, Phase.AWAITING_ADMISSION, admitted, self._together.timeout_s)
+        board.set(me, Word.OP, board.get(me, Word.ADMIT_AT) - 1)
+        state = msgspec.json.decode(self._arena.read_notes(), type=RunState)
+        board.set(me, Word.SAMPLES_SEEN, max(board.get(rank, Word.SAMPLES_SEEN) for rank in range(board.replicas)))
+        board.set(me, Word.JOINING, 0)
+        return state

@@ -1,0 +1,173 @@
+"""How much of the model a process has: all of it, or one device's part of a replica that is cut over several.
+
+That decides where its gradients go, what its share of a batch is, whether its loss counts, and how buffers (BatchNorm's
+running statistics and others) are kept the same everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.errors import ModelError
+from paceline.exchange.board import HostWord, Kind, Members, Phase
+from paceline.exchange.together import Together
+from paceline.loop.lockstep import Share
+from paceline.mirrored.between_hosts import OneHost
+from paceline.mirrored.shared_model import SharedModel
+from paceline.mirrored.statistics import BatchStatistics
+from paceline.mirrored.step_parts import DecidedStep, StepPart
+from paceline.optim.gradients import Destination, GradientCollector, Whole
+from paceline.optim.models import own_state
+from paceline.split.cut import Check, Cut, Loss, capture, train
+from paceline.split.parts import Parts
+
+
+class WholeModel(StepPart):
+    """A replica that has all of the model."""
+
+    devices = 1
+    speaks = True  # its loss and its metrics count
+
+    def __init__(self, model: nn.Module, shared: SharedModel, together: Together, hosts: OneHost) -> None:
+        self._model, self._shared, self._together, self._hosts = model, shared, together, hosts
+        self._row = together.replica
+        self.collector = GradientCollector(shared.trained, self._destinations(), hosts.landed)
+        self._tried = 0  # the op that was tried last
+        self._buffers_before: list[torch.Tensor] = []
+
+    def _destinations(self) -> list[Destination]:
+        arena, slots = self._shared.arena, self._shared.layout.slots
+        return [Whole(arena.gradient(self._row, slot)) for slot in slots[: len(self._shared.trained)]]
+
+    def share(self, members: Members) -> Share:
+        """Returns this process's share of a step of these members."""
+        return self._hosts.share(members.ranks.index(self._row), len(members.ranks))
+
+    def prepare(self, call: Callable[[nn.Module], Any], statistics: BatchStatistics) -> None:
+        """There is nothing to cut."""
+
+    def train(self, loss: Loss, batch: Any, weight: float, check: Check) -> float:
+        """Runs forward and backward of one pass."""
+        return train(loss, self._model, batch, weight, check)
+
+    # ── a step ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self, members: Members, number: int) -> None:
+        if members.op == self._tried:  # a try that was given up may have changed running statistics
+            for buffer, before in zip(self._shared.buffers, self._buffers_before, strict=True):
+                buffer.copy_(before)
+        else:
+            self._tried = members.op
+            self._buffers_before = [buffer.clone() for buffer in self._shared.buffers]
+
+    def mark(self, used: list[bool]) -> None:
+        """Notes which parameters this process has a gradient for."""
+        self._shared.arena.touched[self._row, : len(used)] = torch.tensor(used, dtype=torch.uint8)
+
+    def rows(self, members: Members) -> dict[int, list[int]] | None:
+        """Returns by member which of its gradients there are; None: whatever it has not is zero."""
+        return None
+
+    def publish_buffers(self) -> None:
+        """The first member leaves its own for the others, who are at it or about to join."""
+        self._shared.publish_buffers()
+
+    def decided(self, step: DecidedStep) -> None:
+        if self._together.board.host_get(HostWord.BUFFERS_OF) == step.members.op:
+            self.take_buffers()
+
+    def take_buffers(self) -> None:
+        self._shared.take_buffers(self._hosts.sum, first=self._hosts.number == 0)
+
+    # ── whole tensors ────────────────────────────────────────────────────────────────────────────────────
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Returns the model's own state_dict."""
+        return own_state(self._model).state_dict()
+
+    def take_state(self, model: dict[str, torch.Tensor], fill: Callable[[], None], elsewhere: set[str]) -> None:
+        """Takes over a state_dict, of which `elsewhere` names what other parts have; `fill` does what one process has
+        to do for all."""
+        own = own_state(self._model)
+        # Buffers are every replica's own; parameters lie once, and the first member fills them in.
+        shared = {slot.name for slot in self._shared.layout.slots}
+        own.load_state_dict({key: value for key, value in model.items() if key not in shared}, strict=False)
+
+        def act() -> None:
+            missing = set(own.load_state_dict(model, strict=not elsewhere).missing_keys)
+            if missing != elsewhere:
+                raise ModelError("model", sorted(missing - elsewhere)[0], "it is not in the checkpoint")
+            fill()
+
+        self._together.once(act)
+
+    def close(self) -> None:
+        self.collector.close()
+
+
+class CutModel(WholeModel):
+    """One device of a replica whose model is cut."""
+
+    def __init__(self, cut: Cut, model: nn.Module, shared: SharedModel, together: Together, hosts: OneHost) -> None:
+        self._cut = cut
+        self.devices, self.speaks = cut.peers.count, cut.speaks
+        self._parts = Parts(cut, shared, together.replica, model)
+        self._prepared = False
+        super().__init__(model, shared, together, hosts)
+
+    def share(self, members: Members) -> Share:
+        return Share(self._row // self.devices, len(members.ranks) // self.devices)
+
+    def prepare(self, call: Callable[[nn.Module], Any], statistics: BatchStatistics) -> None:
+        if self._prepared:
+            return
+        self._prepared = True
+        self._cut.prepare(self._model, capture(self._model, call))
+        statistics.over_devices(self._cut.over_devices)
+        destinations = self._parts.take()
+        # Parameters are other tensors from here on: gradients are waited for anew.
+        self.collector.close()
+        self.collector = GradientCollector(self._shared.trained, destinations, fresh=True)
+        self._parts.publish_buffers()
+        self._together.meet(Kind.BUILD, Phase.AWAITING_DEVICES)
+
+    def train(self, loss: Loss, batch: Any, weight: float, check: Check) -> float:
+        return self._cut.train(loss, self._model, batch, weight, check)
+
+    def mark(self, used: list[bool]) -> None:
+        self._parts.mark(used, self._shared.arena.touched[self._row])
+
+    def rows(self, members: Members) -> dict[int, list[int]] | None:
+        return {rank: self._shared.arena.touched[rank].tolist() for rank in members.ranks}
+
+    def computed(self, members: Members, number: int) -> None:
+        self._parts.publish_buffers()  # each device those that are its to tell
+
+    def publish_buffers(self) -> None:
+        """All have."""
+
+    def take_buffers(self) -> None:
+        self._parts.take_buffers()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return self._parts.whole_state()
+
+    def take_state(self, model: dict[str, torch.Tensor], fill: Callable[[], None], elsewhere: set[str]) -> None:
+        def act() -> None:
+            missing = sorted(set(own_state(self._model).state_dict()) - set(model) - elsewhere)
+            if missing:
+                raise ModelError("model", missing[0], "it is not in the checkpoint")
+            self._parts.take_state(model)
+            fill()
+
+        self._together.once(act)
+        self._parts.take_buffers()
+        self._together.meet(Kind.SAVE, Phase.AWAITING_SAVE)
+
+    def close(self) -> None:
+        self._cut.peers.close()
+        super().close()

@@ -1,0 +1,98 @@
+"""What takes part in a step of mirrored replicas, one thing each, in the order in which they stand in the engine's list.
+
+begin ── forward, backward ── computed ── arrive ┃ decided ── norm ── update ── closed
+                                                 ┃
+         nothing has changed: a death here       ┃ all have arrived: the step will be
+         means that the step is tried again      ┃ made, by whoever is left
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.exchange.board import Members
+from paceline.mirrored.owner import Owner
+
+
+@dataclass(frozen=True)
+class DecidedStep:
+    """A step at which all have arrived."""
+
+    members: Members
+    number: int  # updates made before it
+    touched: list[int]  # by slot: whether anybody has a gradient for it
+
+
+class StepPart:
+    """Something that takes part. This one does nothing."""
+
+    def begin(self, members: Members, number: int) -> None:
+        """A try of step `number` begins."""
+
+    def computed(self, members: Members, number: int) -> None:
+        """This replica's gradients are complete; it has not arrived yet."""
+
+    def decided(self, step: DecidedStep) -> None:
+        """The step will be made."""
+
+    def squared_norm(self, step: DecidedStep) -> float:
+        """Returns the squared length of the gradients that this part has."""
+        return 0.0
+
+    def update(self, step: DecidedStep, scale: float) -> None:
+        """Makes the step with what this part has, gradients times `scale`."""
+
+    def closed(self) -> None:
+        """The step is complete."""
+
+    def close(self) -> None:
+        """Lets go of everything."""
+
+    # ── whole tensors that nobody else has ───────────────────────────────────────────────────────────────
+
+    def names(self) -> set[str]:
+        """Returns the names of the parameters that lie with this part and nowhere else."""
+        return set()
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Returns their gradients of the last step."""
+        return {}
+
+    def read(self) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
+        """Returns them, and their optimizer state."""
+        return {}, {}
+
+    def put(self, weights: dict[str, torch.Tensor], states: dict[str, dict[str, Any]]) -> None:
+        """Takes them over, and their optimizer state."""
+
+
+class OwnShard(StepPart):
+    """The shared memory of a host: every replica sums and updates its shard."""
+
+    def __init__(
+        self,
+        owner: Owner,
+        rows: Callable[[Members], dict[int, list[int]] | None],
+        before_update: Callable[[Members], None],
+    ) -> None:
+        """`rows`: whose gradient buffers have something, by slot; None: everybody's may."""
+        self._owner = owner
+        self._rows = rows
+        self._before_update = before_update
+
+    def begin(self, members: Members, number: int) -> None:
+        self._owner.divide(members.ranks)
+
+    def decided(self, step: DecidedStep) -> None:
+        self._owner.begin(step.touched, self._rows(step.members))
+
+    def squared_norm(self, step: DecidedStep) -> float:
+        return self._owner.norm(step.members) ** 2
+
+    def update(self, step: DecidedStep, scale: float) -> None:
+        self._before_update(step.members)
+        self._owner.update(step.members, scale)
