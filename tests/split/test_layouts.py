@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -233,6 +234,27 @@ def test_a_cut_model_computes_the_same(
     build: object, x: torch.Tensor, mesh: dict[str, int], layout: dict[str, str]
 ) -> None:
     compare(build, x, mesh, layout)
+
+
+def test_a_dropout_module_on_parts_drops_nothing_in_an_evaluation() -> None:
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
+    whole = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    one_by_one = threading.Lock()
+
+    def device(peers: Peers) -> torch.Tensor:
+        cut = LayoutCut(Layout(mesh={"model": 2}, layout={"hidden": "model"}), peers, {})
+        with one_by_one:
+            model = copy.deepcopy(whole)
+            cut.prepare(model, ((x,), {}))  # in train mode
+        for name, parameter in model.named_parameters():
+            parameter.data = cut.part_of(name).of(parameter.data)
+        model.eval()
+        with torch.no_grad():
+            return model(x)  # type: ignore[no-any-return]
+
+    answers = on_devices(2, device)
+    for answer in answers:
+        torch.testing.assert_close(answer, whole.eval()(x).detach())
 
 
 @settings(max_examples=10, deadline=None)

@@ -116,6 +116,11 @@ def dropout(
     return x * mask
 
 
+def dropout_module(x: torch.Tensor, module: Any, cuts: Sequence[tuple[int, int, int, DeviceGroup]]) -> torch.Tensor:
+    """The same for nn.Dropout, in the mode in which the module is when it is called."""
+    return dropout(x, module.p, module.training, cuts)
+
+
 def attend(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -296,19 +296,16 @@ class Planner:
         return local.layer_norm, (node.args[0], weight, bias, module.eps, module.normalized_shape[0], group)
 
     def _dropout(self, node: fx.Node, op: Op, target: Cuts, groups: Any) -> tuple[Any, tuple[Any, ...]]:
-        if node.op == "call_module":
-            module: Any = self._trace.module(node)
-            p, training = module.p, module.training
-        else:
-            bound = dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)) | dict(node.kwargs)
-            p, training = bound.get("p", 0.5), bound.get("training", True)
         cuts = tuple(
             (number, leaf.size, self._inner(dim, leaf, target), self._axes.groups[target[leaf]])
             for number, dim in enumerate(op.out)
             for leaf in leaves(dim)
             if leaf in target
         )
-        return local.dropout, (node.args[0], p, training, cuts)
+        if node.op == "call_module":
+            return local.dropout_module, (node.args[0], self._trace.module(node), cuts)
+        bound = dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)) | dict(node.kwargs)
+        return local.dropout, (node.args[0], bound.get("p", 0.5), bound.get("training", True), cuts)
 
     def _heads(self, node: fx.Node, op: Op, target: Cuts, groups: Any) -> tuple[Any, tuple[Any, ...]]:
         names = list(inspect.signature(nn.MultiheadAttention.forward).parameters)[1:]
