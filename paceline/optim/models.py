@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -68,3 +70,24 @@ def copied(model: nn.Module, optimizer: Optimizer, flag: str) -> tuple[nn.Module
             type(model).__name__,
             f"it cannot be copied ({error}); let copy.deepcopy work, or leave out {flag}",
         ) from error
+
+
+def evaluating(model: nn.Module) -> AbstractContextManager[None]:
+    """Inside, the model is in eval mode; afterwards each module is in its own mode again."""
+    return in_mode(model, training=False)
+
+
+@contextmanager
+def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Inside, the model is in train or eval mode; afterwards each module is in its own mode again.
+
+    What the user has frozen with `.eval()` in a model that trains stays frozen, inside and afterwards.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    if not (training and model.training):
+        model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -33,7 +33,7 @@ from paceline.exchange.mailboxes import BOX_BYTES
 from paceline.launch.cores import allowed_cores, share_of_cores
 from paceline.memory.arena import Arena
 from paceline.memory.heap import keep_memory
-from paceline.optim.models import own_state
+from paceline.optim.models import evaluating, own_state
 from paceline.serve.device import Device, RequestAbandoned, ServingPeers, Slate, SlateWord, described, send, work
 from paceline.split.values import Layout, Split
 
@@ -54,8 +54,9 @@ def load(
     """A predictor with the tensors of the safetensors file at `path`; None: with those that `model` has.
 
     `split` says how the model is cut: `pl.Layout`, `pl.Stages`, `pl.Tiles` or `pl.Wavefront`; None: not at all. `dims`
-    names dims of parameters for a layout, as in `Trainer`. The model is the predictor's from here on. `timeout_s` is
-    the longest that one device waits for another.
+    names dims of parameters for a layout, as in `Trainer`. A model that is cut is the predictor's from here on; one
+    that is not is in eval mode during a request, and otherwise as it was. `timeout_s` is the longest that one device
+    waits for another.
 
     Call it before anything else of the process computes in threads of its own: devices are forked.
     """
@@ -72,7 +73,6 @@ def load(
         )
     if path is not None:
         _fill(model, path)
-    model.eval()
     return Predictor(model, split, dims or {}, timeout_s)
 
 
@@ -92,6 +92,7 @@ class Predictor:
         self._others: _Others | None = None
         if split is None or self.devices == 1:
             return
+        model.eval()
         _share_parameters(model)
         keep_memory()  # of the devices, of which this process is one
         cores = allowed_cores()
@@ -128,7 +129,7 @@ class Predictor:
             if os.getpid() != self._process:
                 raise PacelineError("this predictor belongs to the process that loaded it: load the model in this one")
             if self._others is None:
-                with torch.no_grad():
+                with torch.no_grad(), evaluating(self._model):
                     return self._model(*args, **kwargs)
             with _using(self._shares[0]):
                 return self._ask(self._others, (args, kwargs))

@@ -139,6 +139,18 @@ def the_callers_process_stays_as_it_was() -> None:
 
 
 @case
+def a_model_that_is_not_cut_is_in_eval_mode_during_requests_only() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(), nn.BatchNorm1d(6))
+    model[1].eval()
+    before, x = [module.training for module in model.modules()], torch.randn(4, 6)
+    with pl.load(None, model) as predictor:
+        for _ in range(2):
+            answer = predictor(x)
+            assert [module.training for module in model.modules()] == before
+    torch.testing.assert_close(answer, model.eval()(x).detach())
+
+
+@case
 def a_large_request_takes_the_way_in_pieces() -> None:
     plain = Rows()
     with pl.load(None, Rows(), split=rows()) as predictor:

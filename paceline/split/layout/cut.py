@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten
 
 from paceline.errors import ModelError, StrategyError
 from paceline.exchange.mailboxes import DeviceGroup, Peers
+from paceline.optim.models import in_mode
 from paceline.split.cut import SAME, WHOLE, Check, Cut, Example, Loss, TensorPart
 from paceline.split.layout.atoms import Atom, leaves
 from paceline.split.layout.dimensions import Dimensions
@@ -41,12 +42,10 @@ class LayoutCut(Cut):
             raise ModelError("model", "compiled", "a model is cut first and compiled never, leave out torch.compile")
         self._model = model
         self._dimensions = dimensions = Dimensions(model)
-        mode = model.training
         traces = []
         for training in (True, False):
-            model.train(training)
-            traces.append(dimensions.trace(example, grad=training))
-        model.train(mode)
+            with in_mode(model, training=training):
+                traces.append(dimensions.trace(example, grad=training))
         names = dimensions.names(self._patterns)
         cuts: dict[Atom, str] = {}
         for dim, axis in self._layout.layout.items():

@@ -38,7 +38,8 @@ class Dimensions:
         for node in traced.graph.nodes:  # tensors that came from elsewhere have become attributes of the model
             if node.op == "get_attr" and "." not in node.target and not hasattr(self.meta, node.target):
                 setattr(self.meta, node.target, torch.empty_like(getattr(self._model, node.target), device="meta"))
-        self.meta.train(self._model.training)
+        for empty, module in zip(self.meta.modules(), self._model.modules(), strict=True):
+            empty.training = module.training
         shapes = Shapes(self.meta, traced.graph).of(tensors(tree_leaves(example)))
         found = Trace(self._model, traced.graph, shapes, self.parameters)
         found.run()

@@ -23,6 +23,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from paceline.errors import DataError, ModelError
 from paceline.exchange.mailboxes import Peers
+from paceline.optim.models import in_mode
 from paceline.seeds import mixed
 from paceline.split import values
 from paceline.split.cut import SAME, WHOLE, Check, Cut, Example, Loss, TensorPart
@@ -79,14 +80,8 @@ class StagesCut(Cut):
                 "model", type(model).__name__, "a compiled model cannot be cut by layer, leave out torch.compile"
             )
         self._model, self._forward = model, model.forward
-        modes = [(module, module.training) for module in model.modules()]
-        model.train()
-        try:
-            with torch.enable_grad():
-                self._decide(model, *tree_flatten(example))
-        finally:
-            for module, training in modes:
-                module.training = training
+        with in_mode(model, training=True), torch.enable_grad():
+            self._decide(model, *tree_flatten(example))
         model.forward = self._part_forward
 
     def _decide(self, model: nn.Module, leaves: list[Any], spec: TreeSpec) -> None:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from paceline.errors import ModelError, StrategyError
 from paceline.exchange.mailboxes import DeviceGroup, Peers
+from paceline.optim.models import in_mode
 from paceline.split.cut import SAME, WHOLE, Check, Cut, Example, Loss, TensorPart, train
 from paceline.split.tiles.course import TiledForward
 from paceline.split.tiles.moving import gathered
@@ -86,7 +87,7 @@ class TilesCut(Cut):
         """Run it once, in training mode, and leave everything as it was."""
         course = self._course
         args, kwargs = example
-        with _left_alone(model), _named(model, course.where), torch.no_grad():
+        with in_mode(model, training=True), _left_alone(model), _named(model, course.where), torch.no_grad():
             course.looking = True
             try:
                 model(*args, **kwargs)
@@ -131,11 +132,9 @@ class _Entered(torch.autograd.Function):
 
 @contextmanager
 def _left_alone(model: nn.Module) -> Iterator[None]:
-    """What a forward changes: buffers, random numbers, the mode of the model."""
-    modes = {module: module.training for module in model.modules()}
+    """What a forward changes, buffers and random numbers, is put back."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     random = torch.get_rng_state()
-    model.train()
     try:
         yield
     finally:
@@ -143,8 +142,6 @@ def _left_alone(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-        for module, mode in modes.items():
-            module.training = mode
 
 
 @contextmanager
