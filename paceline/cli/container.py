@@ -174,12 +174,15 @@ class _Shown:
     def __init__(self, summary: Summary) -> None:
         self._summary = summary
         books = summary.books
-        self._staleness = {int(key): int(count) for key, count in books["staleness"].items()}
+        self._staleness = books.staleness
         self._chapters = [
-            {"length": chapter["length"], "epochs": chapter["finished"], "samples": _counted(chapter)}
-            for _, chapter in sorted(books["chapters"].items(), key=lambda item: int(item[0]))
+            {
+                "length": chapter.length,
+                "epochs": chapter.finished,
+                "samples": sum(stop - start for _, start, stop in chapter.counted),
+            }
+            for _, chapter in sorted(books.chapters.items())
         ]
-        loss, samples = books["last"]
         self.plain = {
             "name": summary.name,
             "step": summary.step,
@@ -187,14 +190,14 @@ class _Shown:
             "rule": in_words(summary.rule),
             "accepting": summary.accepting,
             "replicas": summary.replicas,
-            "loss": loss,
-            "batch": samples,
+            "loss": books.last.loss,
+            "batch": books.last.samples,
             "addresses": summary.addresses,
             "bytes": summary.bytes_by_server,
             "tensors": summary.tensors,
             "staleness": self._staleness,
-            "late": books["late"],
-            "dropped": books["dropped"],
+            "late": books.late,
+            "dropped": books.dropped,
             "datasets": self._chapters,
         }
 
@@ -205,7 +208,7 @@ class _Shown:
             f"{summary.name}: step {summary.step}, {summary.optimizer}, {_size(sum(summary.bytes_by_server))}",
             f"rule      {plain['rule']}; {summary.accepting} gradients make a step now",
             f"replicas  {replicas}",
-            f"last step loss {_number(plain['loss'])} over {plain['batch']} samples"
+            f"last step loss {_number(summary.books.last.loss)} over {plain['batch']} samples"
             if plain["batch"]
             else "no step yet",
             f"gradients {plain['late']} late, {plain['dropped']} dropped",
@@ -238,12 +241,8 @@ class _Shown:
         _table(("tensor", "shape", "type", "", "servers"), rows)
 
 
-def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4g}"
-
-
-def _counted(chapter: dict[str, Any]) -> int:
-    return sum(stop - start for _, start, stop in chapter["counted"])
+def _number(value: float) -> str:
+    return f"{value:.4g}" if math.isfinite(value) else "not finite"
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

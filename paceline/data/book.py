@@ -14,9 +14,22 @@ that a replica's own `Ledger` draws from (seed, epoch): the book needs neither t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+
+import msgspec
 
 Runs = tuple[range, ...]  # positions, in order
+CountedRun = tuple[int, int, int]  # epoch, start, stop
+
+
+class ChapterBook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A book as a value: what was counted, and what is free follows from that."""
+
+    length: int
+    used: int  # samples of each epoch that is not finished
+    batch_size: int = 1
+    began: int = 0  # epochs
+    finished: int = 0  # epochs
+    counted: list[CountedRun] = []
 
 
 class Book:
@@ -30,9 +43,10 @@ class Book:
     (0, (range(0, 4),))
     """
 
-    def __init__(self, length: int, *, left_out: int = 0) -> None:
+    def __init__(self, length: int, *, batch_size: int = 1, left_out: int = 0) -> None:
         """`left_out`: how many samples at the end of each epoch's order are not used (drop_last)."""
         self.length = length
+        self.batch_size = batch_size  # of those who take from it now
         self._used = length - left_out
         self._free: dict[int, list[range]] = {}  # epochs that have begun
         self._out: dict[int, list[range]] = {}
@@ -122,35 +136,35 @@ class Book:
         unsettled = sum(len(run) for epoch in begun for run in [*self._free[epoch], *self._out[epoch]])
         return unsettled + self._used * max(0, stop_epoch - self._began)
 
-    def rows(self) -> list[list[int]]:
-        """Everything counted: epoch, start, stop."""
-        return [[epoch, run.start, run.stop] for epoch, runs in sorted(self._counted.items()) for run in runs]
+    def rows(self) -> list[CountedRun]:
+        """Everything counted."""
+        return [(epoch, run.start, run.stop) for epoch, runs in sorted(self._counted.items()) for run in runs]
 
-    # ── as plain data ────────────────────────────────────────────────────────────────────────────────────
+    # ── as a value ───────────────────────────────────────────────────────────────────────────────────────
 
-    def state(self) -> dict[str, Any]:
-        counted = [epoch for epoch, runs in self._counted.items() if runs]
-        return {
-            "length": self.length,
-            "used": self._used,
-            "began": max(self._finished, *(epoch + 1 for epoch in counted), 0),
-            "finished": self._finished,
-            "counted": self.rows(),
-        }
+    def state(self) -> ChapterBook:
+        """What `load` makes the same book of, but for what is out."""
+        return ChapterBook(
+            length=self.length,
+            used=self._used,
+            batch_size=self.batch_size,
+            began=max(self._finished, *(epoch + 1 for epoch, runs in self._counted.items() if runs), 0),
+            finished=self._finished,
+            counted=self.rows(),
+        )
 
     @classmethod
-    def load(cls, state: dict[str, Any]) -> Book:
-        """What was out when the state was taken is free."""
-        book = cls(state["length"], left_out=state["length"] - state["used"])
-        for _ in range(max(state["began"], *(epoch + 1 for epoch, _, _ in state["counted"]), 0)):
+    def load(cls, state: ChapterBook) -> Book:
+        """A book in which what was out when the state was taken is free."""
+        book = cls(state.length, batch_size=state.batch_size, left_out=state.length - state.used)
+        for _ in range(max(state.began, *(epoch + 1 for epoch, _, _ in state.counted), 0)):
             book._begin()
-        for epoch, start, stop in state["counted"]:
+        for epoch, start, stop in state.counted:
             book._counted[epoch].append(range(start, stop))
         for epoch, runs in book._counted.items():
             # What a finished epoch has left out stays so, also when later ones leave out fewer.
-            finished = epoch < state.get("finished", 0)
             book._counted[epoch] = merged(runs)
-            book._free[epoch] = [] if finished else _gaps(runs, book._used)
+            book._free[epoch] = [] if epoch < state.finished else _gaps(runs, book._used)
         book._look_for_finished()
         return book
 

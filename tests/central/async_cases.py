@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import paceline as pl
+from paceline.central.chief.books import Books
 from paceline.rules import Async, Rule, Sync
 from paceline.run_place import PLACE_VARIABLE, find_place
 
@@ -51,17 +52,17 @@ def together(trainer: pl.Trainer) -> None:
         time.sleep(0.002)
 
 
-def books(trainer: pl.Trainer) -> dict[str, Any]:
+def books(trainer: pl.Trainer) -> Books:
     return trainer._course._engine.books()  # type: ignore[attr-defined]
 
 
 def told(trainer: pl.Trainer, **more: Any) -> dict[str, Any]:
     notes = books(trainer)
     return {
-        "steps": notes["step"],
+        "steps": notes.step,
         "staleness": trainer.staleness,
-        "dropped": notes["dropped"],
-        "late": notes["late"],
+        "dropped": notes.dropped,
+        "late": notes.late,
         "ledger": trainer.ledger.check(),
         **more,
     }

@@ -8,7 +8,6 @@ who lives goes on in turns, and has to come to the end.
 from __future__ import annotations
 
 import heapq
-import json
 import math
 import random
 from collections import Counter
@@ -21,9 +20,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from paceline.central.chief.books import Books
 from paceline.central.chief.chief import Chief
+from paceline.central.chief.tasks import EvaluationTask, FillTask, OnceTask, ResumeTask, TaskKey
 from paceline.central.chief.tickets import Close, End, Outcome, Wait, Work
 from paceline.errors import CheckpointError, DataError, PacelineError
+from paceline.evaluations import EvaluationKey
 from paceline.rules import Async, Rule, Sync
 
 quick = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -35,6 +37,13 @@ async_rules = st.builds(
     stale=st.sampled_from(["keep", "scale", "compensate"]) | st.integers(0, 4).map(lambda most: f"drop:{most}"),
 )
 rules = st.one_of(sync_rules, async_rules)
+
+EVALUATE = EvaluationTask(EvaluationKey(0, 1, 0, 0))
+
+
+def read_again(books: Books) -> Books:
+    """As a log or another process has them."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(books), type=Books)
 
 
 @dataclass(frozen=True)
@@ -116,10 +125,10 @@ class Fleet:
         self.saved = self.state()
         self.on_close: Callable[[Close], None] = lambda close: None
 
-    def state(self) -> Any:
-        state = json.loads(json.dumps(self.chief.state()))
-        assert msgspec.json.decode(msgspec.json.encode(self.chief.state())) == state
-        return state
+    def state(self) -> Books:
+        books = read_again(self.chief.books())
+        assert books == self.chief.books()
+        return books
 
     # ── what a replica does ──────────────────────────────────────────────────────────────────────────────
 
@@ -295,9 +304,9 @@ class Fleet:
             logged = msgspec.json.decode(msgspec.json.encode(close), type=Close)
             self.chief.replay(logged, place.length, place.batch_size, place.left_out)
         assert self.chief.step == len(self.closes)
-        for number in before.state()["chapters"]:
-            if number in self.chief.state()["chapters"] and not making_is_logged:
-                assert self.chief.book(int(number)).rows() == before.book(int(number)).rows()
+        for number in before.books().chapters:
+            if number in self.chief.books().chapters and not making_is_logged:
+                assert self.chief.book(number).rows() == before.book(number).rows()
         self.unnoticed.clear()
         for replica in range(self.replicas):
             process = self.processes[replica]
@@ -831,25 +840,24 @@ def test_a_restored_chief_knows_all_that_was_settled() -> None:
         assert close is not None
         chief.closed(close)
         chief.report(2, works[2].ticket, chief.step, 0.5, 9.0)
-    part = chief.ask_task(0, "evaluate", 2)
+    part = chief.ask_task(0, EVALUATE, 2)
     assert isinstance(part, tuple)
-    state = msgspec.json.decode(msgspec.json.encode(chief.state()))
     again = Chief(Sync(2), 3)
-    again.load(state)
-    assert again.state() == chief.state()
+    again.load(read_again(chief.books()))
+    assert again.books() == chief.books()
     assert [again.outcome(replica, work.ticket) for replica, work in enumerate(works)] == [
         Outcome(1, 0.5, 6),
         Outcome(1, 0.5, 6),
         Outcome(None, 0.5, 6),
     ]
     assert again.last == chief.last
-    assert again.ask_task(1, "evaluate", 2) == part
+    assert again.ask_task(1, EVALUATE, 2) == part
 
 
 def test_a_log_that_overlaps_what_was_loaded_is_counted_once_and_one_with_a_hole_is_refused() -> None:
     chief, log, states = begun(Async(), 1, 10, 2), [], []
     for _ in range(4):
-        states.append(chief.state())
+        states.append(chief.books())
         [work] = tickets(chief, 0)
         reported(chief, (0, work))
         close = chief.next_close()
@@ -857,17 +865,17 @@ def test_a_log_that_overlaps_what_was_loaded_is_counted_once_and_one_with_a_hole
         chief.closed(close)
         log.append(close)
     again = Chief(Async(), 1)
-    again.load(json.loads(json.dumps(states[2])))
+    again.load(read_again(states[2]))
     for close in log:
         again.replay(close, 10, 2, 0)
-    assert again.state() == chief.state()
+    assert again.books() == chief.books()
     other = Chief(Async(), 1)
     other.replay(log[0], 10, 2, 0)
     with pytest.raises(CheckpointError, match="the log lacks step 1: it goes on with step 2"):
         other.replay(log[2], 10, 2, 0)
 
 
-def test_a_loss_that_is_no_number_survives_json() -> None:
+def test_a_loss_that_is_no_number_survives() -> None:
     chief = begun(Async(), 1, 10, 2)
     [work] = tickets(chief, 0)
     chief.report(0, work.ticket, 0, math.nan, 1.0)
@@ -875,7 +883,7 @@ def test_a_loss_that_is_no_number_survives_json() -> None:
     assert close is not None
     chief.closed(close)
     again = Chief(Async(), 1)
-    again.load(msgspec.json.decode(msgspec.json.encode(chief.state())))
+    again.load(read_again(chief.books()))
     assert math.isnan(again.last.loss)
     outcome = again.outcome(0, work.ticket)
     assert outcome is not None
@@ -906,11 +914,11 @@ def test_each_part_of_a_task_is_done_once_by_whoever_turns_up(
             part, runs = holds.pop(replica)
             values = [float(part), float(sum(positions(runs))), 0.1 * part]
             for _ in range(2):  # the second time is not heard
-                chief.tasks.finish(replica, "evaluate", part, values)
+                chief.tasks.finish(replica, EVALUATE, part, values)
             return
-        answer = chief.ask_task(replica, "evaluate", length)
+        answer = chief.ask_task(replica, EVALUATE, length)
         if isinstance(answer, tuple):
-            assert chief.ask_task(replica, "evaluate", length) == answer
+            assert chief.ask_task(replica, EVALUATE, length) == answer
             assert answer[0] not in [part for part, _ in holds.values()]
             holds[replica] = answer
         elif isinstance(answer, list):
@@ -941,14 +949,22 @@ def test_each_part_of_a_task_is_done_once_by_whoever_turns_up(
     if not any(kind == "die" for kind, _ in chosen):
         assert results[0] == [sum(range(parts)), sum(range(length)), in_order]
     assert results[0][1] == sum(range(length))
-    assert json.loads(json.dumps(chief.state()))["results"] == {"evaluate": results[0]}
+    assert read_again(chief.books()).results == [(EVALUATE, results[0])]
+
+
+def test_tasks_answer_for_themselves_also_after_a_journey() -> None:
+    keys = [FillTask(), ResumeTask(1), OnceTask(1), EVALUATE, EvaluationTask(EvaluationKey(0, 1, 0, 1))]
+    assert len(set(keys)) == 5
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(keys), type=list[TaskKey]) == keys
+    assert [key.over_after_a_step for key in keys] == [True, True, False, False, False]
+    assert [key.holds_for_later_runs for key in keys] == [True, False, False, True, True]
 
 
 def test_a_task_over_other_data_is_refused() -> None:
     chief = Chief(Sync(), 2)
-    chief.ask_task(0, "evaluate", 10)
+    chief.ask_task(0, EVALUATE, 10)
     with pytest.raises(DataError, match="dataset length is 9: another replica has 10 samples"):
-        chief.ask_task(1, "evaluate", 9)
+        chief.ask_task(1, EVALUATE, 9)
 
 
 # -------------------------------------------------------------------------------- auto

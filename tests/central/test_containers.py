@@ -229,8 +229,8 @@ def test_books_tell_what_was_counted(servers: Servers) -> None:
             summary = reader.summary()
             (listed,) = reader.listing()
     assert (summary.step, summary.replicas, summary.accepting) == (6, [0], 1)
-    assert summary.books["staleness"] == {"0": 6}
-    assert summary.books["chapters"]["0"]["counted"] == [[0, 0, 24], [1, 0, 24]]
+    assert summary.books.staleness == {0: 6}
+    assert summary.books.chapters[0].counted == [(0, 0, 24), (1, 0, 24)]
     assert (listed.step, listed.replicas, listed.optimizer, listed.rule) == (6, 1, "SGD", "sync")
     assert listed.bytes == sum(summary.bytes_by_server)
 

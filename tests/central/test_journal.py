@@ -13,18 +13,34 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.central.chief.tasks import OnceTask
 from paceline.central.chief.tickets import Accepted, Close
 from paceline.central.durability.journal import Journal
+from paceline.central.shards import OptimizerSpec, Spec
+from paceline.central.wire.notes import ShareNotes
 from paceline.central.wire.records import AnyRecord, Made, MembersChanged, Pushed, RuleSet, TaskResult
+from paceline.central.wire.settings import Settings
 from paceline.errors import CheckpointError, PacelineError
 from paceline.rules import Async
 
-NOTES = {"step": 7, "loss": float("nan")}
+NOTES = ShareNotes(
+    name="main",
+    server=0,
+    addresses=[],
+    spec=Spec([], OptimizerSpec("SGD", []), 1),
+    settings=Settings(replicas=1),
+    step=7,
+    numbers=[(0, "step", float("nan"))],
+    table_steps=[],
+    waiting=[],
+    incarnations={},
+    used={},
+)
 CLOSE = Close(3, 0, 12, float("nan"), [Accepted(5, 1, 0.5, 6, 2, 0, [(0, 6)])], compensation=0.04)
 RECORDS: list[tuple[AnyRecord, bytes]] = [
     (Pushed(replica=1, incarnation=3, ticket=5, untouched=[2, 4], rows=[7]), b"gradient" * 100),
     (Made(close=CLOSE, options=[{"lr": 0.1, "betas": [0.9, None]}], scale=0.25, chapter=(60, 12, 0)), b""),
-    (TaskResult(name="evaluation 1", values=[1.5, float("inf")]), b""),
+    (TaskResult(key=OnceTask(1), values=[1.5, float("inf")]), b""),
     (RuleSet(rule=Async(bound=3, stale="scale")), b""),
     (MembersChanged(members={0: 1, 3: 5}), b""),
 ]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 
+from paceline.central.chief.tasks import EvaluationTask
 from paceline.central.container.container import Container
 from paceline.central.container.steps import ContainerTraining
 from paceline.central.durability.journal import Journal
@@ -19,9 +20,11 @@ from paceline.central.durability.recovery import keep, recover
 from paceline.central.durability.snapshot import waiting
 from paceline.central.shards import describe, plain_options
 from paceline.central.tables.tables import Rows, TableSpec
-from paceline.central.wire.protocol import Ask, Report, Settings, Settled, Task, TaskDone, Ticket
+from paceline.central.wire.protocol import Ask, Report, Settled, Task, TaskDone, Ticket
 from paceline.central.wire.records import Pushed
+from paceline.central.wire.settings import Settings
 from paceline.errors import CheckpointError, PacelineError
+from paceline.evaluations import EvaluationKey
 from paceline.rules import Async, Rule, Sync
 
 TABLE = TableSpec("words", 50, 4, 0, True)
@@ -126,8 +129,7 @@ class Training:
         tables = [(bits(table.weight), {k: bits(v) for k, v in table.state.items()}) for table in copy.tables]
         optimizer = {slot: {k: bits(torch.as_tensor(v)) for k, v in of.items()} for slot, of in copy.state.items()}
         buffers = [tensor.tolist() for _, tensor in self.steps.buffers.tensors]
-        books = json.loads(json.dumps(self.steps.notes()))
-        books.pop("next_ticket")
+        books = msgspec.structs.replace(self.steps.books(), next_ticket=0)
         return [copy.step, bits(copy.parameters), optimizer, tables, buffers, books, self.steps.chief.rule]
 
     def killed(self) -> None:
@@ -234,7 +236,7 @@ def test_a_ticket_is_accepted_once_and_the_answer_is_not_forgotten(tmp_path: Pat
 
 def test_results_rules_and_members_come_back(tmp_path: Path) -> None:
     training = Training(tmp_path, Sync())
-    who = {"container": "", "replica": 0, "incarnation": 1, "name": "evaluation 1"}
+    who = {"container": "", "replica": 0, "incarnation": 1, "key": EvaluationTask(EvaluationKey(0, 1, 0, 0))}
     training.steps.leave(1, 1)
     training.steps.task(Task(**who, length=1))  # type: ignore[arg-type]
     training.steps.task_done(TaskDone(**who, part=0, values=[2.5]))  # type: ignore[arg-type]
@@ -242,7 +244,7 @@ def test_results_rules_and_members_come_back(tmp_path: Path) -> None:
     training.killed()
     assert training.steps.members == [0]
     assert training.steps.chief.rule == Async(bound=2)
-    assert training.steps.chief.tasks.results["evaluation 1"] == [2.5]
+    assert training.steps.chief.tasks.results[EvaluationTask(EvaluationKey(0, 1, 0, 0))] == [2.5]
 
 
 def test_a_process_that_was_followed_by_another_is_not_listened_to(tmp_path: Path) -> None:

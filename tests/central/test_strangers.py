@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import ssl
@@ -25,6 +24,7 @@ from torch import nn
 
 from paceline import __version__
 from paceline.central.chief.chief import Chief
+from paceline.central.chief.tasks import EvaluationTask
 from paceline.central.chief.tickets import Accepted, Close
 from paceline.central.client.client import Client, ServerAddresses
 from paceline.central.client.reader import Reader
@@ -40,14 +40,17 @@ from paceline.central.wire import protocol as p
 from paceline.central.wire.coding import Coding
 from paceline.central.wire.connection import Connection
 from paceline.central.wire.records import Made, MembersChanged, PulledCopy, Pushed, RowsPut, RuleSet, TaskResult
+from paceline.central.wire.settings import Settings
 from paceline.central.wire.tensor_bytes import entries_of
 from paceline.cli.keys import make_certificate, make_keys
 from paceline.errors import PacelineError, SecurityError, Stalled
+from paceline.evaluations import EvaluationKey
 from paceline.net.frames import MAGIC, PROTOCOL, Channel
 from paceline.net.secure import Keys
 from paceline.rules import Sync
 
 TOKEN = "a token that nobody can guess"
+EVALUATION = EvaluationTask(EvaluationKey(0, 1, 0, 0))
 
 
 class Running:
@@ -381,7 +384,7 @@ def sensible(address: str) -> list[tuple[Any, int]]:
     books = Chief(Sync(), 2)
     books.begin(0, 8, 4, 0)
     made = Close(0, 0, 4, 0.5, [Accepted(1, 0, 1.0, 4, 0, 0, [(0, 4)])])
-    setting = p.Settings(replicas=2, rule=Sync(1), clip_norm=1.0, timeout_s=0.2)
+    setting = Settings(replicas=2, rule=Sync(1), clip_norm=1.0, timeout_s=0.2)
     place: dict[str, Any] = {"addresses": [address], "server": 0, "machine": "apart", "checks": [1, 2]}
     return [
         (p.Open(**about, spec=spec, settings=setting, **place), 0),
@@ -395,8 +398,8 @@ def sensible(address: str) -> list[tuple[Any, int]]:
         (p.Pull(container="fuzz", replica=0, at_least=0, wire="bf16"), 0),
         (p.PullRows(container="fuzz", table=0), 16),
         (p.PutRows(container="fuzz", table=0, start=1, rows=2, key="momentum_buffer", steps=3), 32),
-        (p.Task(**about, name="evaluation", length=7), 0),
-        (p.TaskDone(**about, name="evaluation", part=0, values=[1.0]), 0),
+        (p.Task(**about, key=EVALUATION, length=7), 0),
+        (p.TaskDone(**about, key=EVALUATION, part=0, values=[1.0]), 0),
         (p.ReadBuffers(container="fuzz"), 0),
         (p.Describe(container="fuzz"), 0),
         (p.Freeze(container="fuzz"), 0),
@@ -412,11 +415,11 @@ def sensible(address: str) -> list[tuple[Any, int]]:
                 entries=[(0, "momentum_buffer", "float32", (elements[0],))],
                 numbers=[(1, "step", 2.0)],
                 born=[0, 1],
-                chief=json.dumps(books.state()).encode(),
+                books=books.books(),
             ),
             layout.bytes + 4 * elements[0],
         ),
-        (p.Notes(container="fuzz"), 0),
+        (p.ReadBooks(container="fuzz"), 0),
         (p.SetRule(container="fuzz", rule=Sync(2)), 0),
         (p.Stop(container="fuzz"), 0),
         (p.Leave(**about), 0),
@@ -430,12 +433,11 @@ def sensible(address: str) -> list[tuple[Any, int]]:
 def kept(named: list[tuple[str, nn.Parameter, int]], optimizer: torch.optim.Optimizer) -> list[tuple[Any, int]]:
     """What another server says of its share of a container."""
     spec = describe(named, optimizer, 2, [TableSpec("rows", 10, 4, 0, True)])
-    container = Container("fuzz", spec, 0, p.Settings(replicas=2, durability="replica"))
+    container = Container("fuzz", spec, 0, Settings(replicas=2, durability="replica"))
     container.addresses = ["127.0.0.1:1", "127.0.0.1:2"]
     steps = ContainerTraining(container, [])
     steps.chief.begin(0, 8, 4, 0)
     tensors, notes = whole(container)
-    of_chief = steps.whole()[1]
     whose: dict[str, Any] = {"container": "fuzz", "server": 0, "incarnation": 5}
     close = Close(0, 0, 4, 0.5, [Accepted(1, 0, 1.0, 4, 0, 0, [(0, 4)])])
     records = [
@@ -443,14 +445,13 @@ def kept(named: list[tuple[str, nn.Parameter, int]], optimizer: torch.optim.Opti
         RowsPut(table=0, key="", start=1, steps=3),
         PulledCopy(replica=0),
         Made(close=close, options=spec.optimizer.groups, scale=1.0, chapter=(8, 4, 0)),
-        TaskResult(name="evaluation", values=[1.0]),
+        TaskResult(key=EVALUATION, values=[1.0]),
         RuleSet(rule=Sync(2)),
         MembersChanged(members={0: 1}),
     ]
     lengths = [container.bytes + 8 + 16, 32, container.bytes, 0, 0, 0, 0]
-    snapshot = p.KeepWhole(
-        **whose, entries=entries_of(tensors.items()), notes=json.dumps({**notes, **of_chief}).encode()
-    )
+    of_chief = msgspec.structs.replace(notes, chief=steps.whole()[1])
+    snapshot = p.KeepWhole(**whose, entries=entries_of(tensors.items()), notes=of_chief)
     container.close()
     return [
         (snapshot, sum(tensor.nbytes for tensor in tensors.values())),
@@ -554,7 +555,7 @@ def test_no_request_brings_a_server_down(monkeypatch: pytest.MonkeyPatch) -> Non
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),
             ServerAddresses([server.address], "untouched", TOKEN),
-            p.Settings(replicas=1),
+            Settings(replicas=1),
             replica=0,
             incarnation=1,
         )

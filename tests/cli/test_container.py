@@ -16,7 +16,7 @@ from torch import nn
 
 from paceline.central.client.client import Client, ServerAddresses
 from paceline.central.server.server import Server
-from paceline.central.wire.protocol import Settings
+from paceline.central.wire.settings import Settings
 from paceline.cli import main
 from paceline.errors import PacelineError
 

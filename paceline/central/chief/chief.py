@@ -24,23 +24,15 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
+from paceline.central.chief.books import Books
 from paceline.central.chief.pace import Pace
 from paceline.central.chief.reservations import Reservations
-from paceline.central.chief.tasks import Tasks
+from paceline.central.chief.tasks import TaskKey, Tasks
 from paceline.central.chief.tickets import Accepted, Close, End, OpenStep, OpenTicket, Outcome, Wait, Work
 from paceline.data.book import Book, Runs, cut, merged
 from paceline.errors import CheckpointError, DataError, PacelineError
 from paceline.rules import Async, Rule, Sync
-
-
-@dataclass
-class _Chapter:
-    length: int
-    batch_size: int
-    book: Book
 
 
 class Chief:
@@ -60,7 +52,7 @@ class Chief:
         self.tasks = Tasks()  # between steps
         self._incarnations: dict[int, int] = {}  # the newest of each replica
         self._warmup_steps, self._warmup_epochs = warmup_steps, warmup_epochs
-        self._chapters: dict[int, _Chapter] = {}
+        self._chapters: dict[int, Book] = {}
         self._tickets: dict[int, OpenTicket] = {}  # neither accepted nor given back
         self._outcomes: dict[int, tuple[int, Outcome]] = {}  # by replica: its last ticket that was settled
         self._next_ticket = first_ticket
@@ -127,13 +119,13 @@ class Chief:
     def _dissolve(self, step: OpenStep) -> None:
         self._open = None
         for _, runs in step.parts:
-            self._chapters[step.chapter].book.give_back(step.epoch, runs)
+            self._chapters[step.chapter].give_back(step.epoch, runs)
 
     def _give_back(self, ticket: OpenTicket) -> None:
-        self._chapters[ticket.chapter].book.give_back(ticket.work.epoch, ticket.work.runs)
+        self._chapters[ticket.chapter].give_back(ticket.work.epoch, ticket.work.runs)
 
     def _finished(self, place: tuple[int, int]) -> bool:
-        return self._chapters[place[0]].book.finished(place[1])
+        return self._chapters[place[0]].finished(place[1])
 
     def _can_help(self, chapter: int, epoch: int) -> list[int]:
         """Members that are not known to be at a place of the script where they cannot work on that epoch."""
@@ -156,19 +148,17 @@ class Chief:
         """A replica is about to ask for samples of chapter `number`."""
         if number < self._first_chapter:
             return
-        chapter = self._chapters.get(number)
-        if chapter is None:
-            self._chapters[number] = _Chapter(length, batch_size, Book(length, left_out=left_out))
-        elif chapter.length != length:
-            raise DataError(
-                "dataset length", length, f"another replica has {chapter.length} samples; give all the same"
-            )
+        book = self._chapters.get(number)
+        if book is None:
+            self._chapters[number] = Book(length, batch_size=batch_size, left_out=left_out)
+        elif book.length != length:
+            raise DataError("dataset length", length, f"another replica has {book.length} samples; give all the same")
         else:
-            chapter.batch_size = batch_size
-            chapter.book.leave_out(left_out)
+            book.batch_size = batch_size
+            book.leave_out(left_out)
 
     def book(self, chapter: int) -> Book:
-        return self._chapters[chapter].book
+        return self._chapters[chapter]
 
     # ── tickets ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -203,7 +193,7 @@ class Chief:
             raise PacelineError(f"replica {replica} was taken off the list: it has to join before it takes part")
 
     def _answer(self, replica: int, chapter: int, stop_epoch: int, now: float) -> Work | Wait | End:
-        book = self._chapters[chapter].book
+        book = self._chapters[chapter]
         if self.stopping and self._open is None:
             return Wait("the servers to update") if self._closing or self._reported else End(stop=True)
         if book.finished(stop_epoch):
@@ -219,7 +209,7 @@ class Chief:
     def _warming_up(self, chapter: int) -> bool:
         if self.step < self._warmup_steps:
             return True
-        return chapter == 0 and not self._chapters[0].book.finished(self._warmup_epochs)
+        return chapter == 0 and not self._chapters[0].finished(self._warmup_epochs)
 
     def _ask_async(self, rule: Async, replica: int, chapter: int, stop_epoch: int, now: float) -> Work | Wait | End:
         if any(ticket.replica == replica for ticket in self._tickets.values()):
@@ -229,15 +219,15 @@ class Chief:
             ahead = self._clocks.get(replica, 0) - self._clocks.get(slowest, 0)
             if ahead > rule.bound:
                 return Wait(f"replica {slowest}, which is {ahead} steps behind")
-        own = self._chapters[chapter]
-        taken = self._promises.keep(replica, chapter, stop_epoch) or own.book.take(own.batch_size, stop_epoch)
+        book = self._chapters[chapter]
+        taken = self._promises.keep(replica, chapter, stop_epoch) or book.take(book.batch_size, stop_epoch)
         if taken is None:
             self._promises.break_all()
-            taken = own.book.take(own.batch_size, stop_epoch)
+            taken = book.take(book.batch_size, stop_epoch)
         if taken is None:
             return Wait("samples that other replicas have not finished")
         epoch, runs = taken
-        following = self._promises.make(replica, chapter, own.batch_size, stop_epoch)
+        following = self._promises.make(replica, chapter, book.batch_size, stop_epoch)
         ticket = self._hand_out(replica, chapter, epoch, runs, part=0, exact=False, now=now, following=following)
         return ticket.work
 
@@ -264,7 +254,7 @@ class Chief:
         elif step.exact:
             return Wait("the step after this one")  # it has joined in the middle of a step
         else:
-            taken = self._chapters[chapter].book.take(step.size, stop_epoch, only_epoch=step.epoch)
+            taken = self._chapters[chapter].take(step.size, stop_epoch, only_epoch=step.epoch)
             if taken is None:
                 return Wait(self._whom_the_step_waits_for(step))
             part, runs = step.next_part, taken[1]
@@ -315,8 +305,8 @@ class Chief:
         return taken[0][0], tuple(merged(run for _, runs in taken for run in runs))
 
     def _open_step(self, rule: Sync, chapter: int, stop_epoch: int, now: float) -> OpenStep | None:
-        own = self._chapters[chapter]
-        taken = own.book.take(own.batch_size, stop_epoch)
+        book = self._chapters[chapter]
+        taken = book.take(book.batch_size, stop_epoch)
         if taken is None:
             return None
         epoch, runs = taken
@@ -401,7 +391,7 @@ class Chief:
                 return None
             first = step.reported
         else:
-            free = self._chapters[step.chapter].book.free(step.epoch)
+            free = self._chapters[step.chapter].free(step.epoch)
             to_take = min(len(self._can_take(step)), len(step.parts) + -(-free // step.size))
             first = step.reported[: step.accept]
             if not first or len(first) < min(step.accept, len(first) + coming + to_take):
@@ -461,7 +451,7 @@ class Chief:
         self.last = Outcome(None, close.loss, close.samples)
         for ticket, accepted in zip(tickets, close.accepted, strict=True):
             self._tickets.pop(ticket.work.ticket, None)
-            self._chapters[ticket.chapter].book.commit(ticket.work.epoch, ticket.work.runs)
+            self._chapters[ticket.chapter].commit(ticket.work.epoch, ticket.work.runs)
             self.staleness[accepted.staleness] = self.staleness.get(accepted.staleness, 0) + 1
             self._settle(ticket, close.step)
 
@@ -472,7 +462,7 @@ class Chief:
         if close.step > self.step:
             raise CheckpointError(f"the log lacks step {self.step}: it goes on with step {close.step}")
         self.begin(close.chapter, length, batch_size, left_out)
-        book = self._chapters[close.chapter].book
+        book = self._chapters[close.chapter]
         for accepted in close.accepted:
             runs = [range(start, stop) for start, stop in accepted.runs]
             book.take_these(accepted.epoch, runs)
@@ -526,54 +516,35 @@ class Chief:
         """What a replica that has reported waits for, in words."""
         return self._whom_the_step_waits_for(self._open) if self._open is not None else "the servers to update"
 
-    def ask_task(self, replica: int, name: str, length: int) -> tuple[int, Runs] | Wait | list[float]:
+    def ask_task(self, replica: int, key: TaskKey, length: int) -> tuple[int, Runs] | Wait | list[float]:
         """A part of a task that this replica is to do, or what came of it."""
         self._must_be_member(replica)
-        return self.tasks.ask(replica, name, length, len(self.members))
+        return self.tasks.ask(replica, key, length, len(self.members))
 
-    # ── as plain data ────────────────────────────────────────────────────────────────────────────────────
+    # ── as a value ───────────────────────────────────────────────────────────────────────────────────────
 
-    def state(self) -> dict[str, Any]:
+    def books(self) -> Books:
         """Everything but who is there and what they hold."""
-        return {
-            "step": self.step,
-            "next_ticket": self._next_ticket,
-            "chapters": {
-                str(number): {"batch_size": chapter.batch_size, **chapter.book.state()}
-                for number, chapter in self._chapters.items()
-            },
-            "results": self.tasks.results,
-            "first_chapter": self._first_chapter,
-            "staleness": {str(key): count for key, count in self.staleness.items()},
-            "late": self.late,
-            "dropped": self.dropped,
-            "last": [self.last.loss, self.last.samples],
-            "outcomes": [
-                [replica, ticket, outcome.step, outcome.loss, outcome.samples]
-                for replica, (ticket, outcome) in self._outcomes.items()
-            ],
-        }
+        return Books(
+            step=self.step,
+            next_ticket=self._next_ticket,
+            first_chapter=self._first_chapter,
+            chapters={number: book.state() for number, book in self._chapters.items()},
+            results=list(self.tasks.results.items()),
+            staleness=dict(self.staleness),
+            late=self.late,
+            dropped=self.dropped,
+            last=self.last,
+            outcomes=dict(self._outcomes),
+        )
 
-    def load(self, state: dict[str, Any]) -> None:
-        self.step, self._next_ticket = state["step"], max(self._next_ticket, state["next_ticket"])
-        self._chapters = {
-            int(number): _Chapter(saved["length"], saved["batch_size"], Book.load(saved))
-            for number, saved in state["chapters"].items()
-        }
+    def load(self, books: Books) -> None:
+        """Go on from these books; a task that was done before is still done."""
+        self.step, self._next_ticket = books.step, max(self._next_ticket, books.next_ticket)
+        self._first_chapter = books.first_chapter
+        self._chapters = {number: Book.load(chapter) for number, chapter in books.chapters.items()}
         self._promises = Reservations(self.book)
-        # What was done before this is still done.
-        self.tasks.results |= {name: [_number(value) for value in values] for name, values in state["results"].items()}
-        self._first_chapter = state.get("first_chapter", 0)
-        self.staleness = {int(key): count for key, count in state["staleness"].items()}
-        self.late, self.dropped = state["late"], state["dropped"]
-        loss, samples = state["last"]
-        self.last = Outcome(None, _number(loss), samples)
-        self._outcomes = {
-            replica: (ticket, Outcome(step, _number(loss), samples))
-            for replica, ticket, step, loss, samples in state["outcomes"]
-        }
-
-
-def _number(value: float | None) -> float:
-    """JSON has no word for a loss that is not finite, and says null."""
-    return math.nan if value is None else value
+        self.tasks.results |= dict(books.results)
+        self.staleness = dict(books.staleness)
+        self.late, self.dropped = books.late, books.dropped
+        self.last, self._outcomes = books.last, dict(books.outcomes)

@@ -5,10 +5,54 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import ClassVar
+
+import msgspec
 
 from paceline.central.chief.tickets import Wait
 from paceline.data.book import Runs, cut
 from paceline.errors import DataError
+from paceline.evaluations import EvaluationKey
+
+
+class _Key(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    words: ClassVar[str]
+    over_after_a_step: ClassVar[bool] = False  # whether nobody has to do it once a step has been made
+    holds_for_later_runs: ClassVar[bool] = False  # whether a later run in the same container has the same result
+
+
+class FillTask(_Key, frozen=True):
+    """To give a new container its values."""
+
+    words = "the initial values"
+    over_after_a_step = True
+    holds_for_later_runs = True
+
+
+class ResumeTask(_Key, frozen=True):
+    """To give it those of a checkpoint: the run's `number`-th."""
+
+    number: int
+    words = "a resume"
+    over_after_a_step = True
+
+
+class OnceTask(_Key, frozen=True):
+    """What one replica does for all, such as a save: the run's `number`-th."""
+
+    number: int
+    words = "a save"
+
+
+class EvaluationTask(_Key, frozen=True):
+    """Its result is the sums over all samples."""
+
+    key: EvaluationKey
+    words = "an evaluation"
+    holds_for_later_runs = True
+
+
+TaskKey = FillTask | ResumeTask | OnceTask | EvaluationTask
 
 
 @dataclass
@@ -31,19 +75,19 @@ class Tasks:
     """Those that are being done, and what came of the others."""
 
     def __init__(self) -> None:
-        self.results: dict[str, list[float]] = {}
-        self._tasks: dict[str, _Task] = {}
+        self.results: dict[TaskKey, list[float]] = {}
+        self._tasks: dict[TaskKey, _Task] = {}
 
-    def ask(self, replica: int, name: str, length: int, among: int) -> tuple[int, Runs] | Wait | list[float]:
+    def ask(self, replica: int, key: TaskKey, length: int, among: int) -> tuple[int, Runs] | Wait | list[float]:
         """A part of a task to do, of as many as there are replicas to do it; or the task's result, if it is done; or
         wait for those who are at it."""
-        if name in self.results:
-            return self.results[name]
-        task = self._tasks.get(name)
+        if key in self.results:
+            return self.results[key]
+        task = self._tasks.get(key)
         if task is None:
             # With nothing to divide there is one empty part: somebody still has to say what comes of it.
             parts: list[Runs] = cut([range(length)], min(length, among)) if length else [(range(0),)]
-            task = self._tasks[name] = _Task(length, parts, deque(range(len(parts))))
+            task = self._tasks[key] = _Task(length, parts, deque(range(len(parts))))
         if task.length != length:
             raise DataError("dataset length", length, f"another replica has {task.length} samples; give all the same")
         for part, holder in task.out.items():
@@ -55,15 +99,15 @@ class Tasks:
             return part, task.parts[part]
         return Wait("replicas " + ", ".join(map(str, sorted(set(task.out.values())))))
 
-    def finish(self, replica: int, name: str, part: int, values: list[float]) -> None:
-        task = self._tasks.get(name)
+    def finish(self, replica: int, key: TaskKey, part: int, values: list[float]) -> None:
+        task = self._tasks.get(key)
         if task is None or task.out.get(part) != replica:
             return
         del task.out[part]
         task.done[part] = values
         if len(task.done) == len(task.parts):
-            self.results[name] = task.total()
-            del self._tasks[name]
+            self.results[key] = task.total()
+            del self._tasks[key]
 
     def leave(self, replica: int) -> None:
         """Somebody else has to do what this replica was doing."""

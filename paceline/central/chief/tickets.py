@@ -66,8 +66,7 @@ class End:
     stop: bool = False
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True, array_like=True):
     """What became of a ticket: the step that took it, or none; how the last step went."""
 
     step: int | None

@@ -17,17 +17,20 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from paceline.central.chief.books import Books
+from paceline.central.chief.tasks import FillTask, TaskKey
 from paceline.central.chief.tickets import Close
 from paceline.central.client.initial_values import InitialValues, receive
 from paceline.central.client.pulling import Pulls
 from paceline.central.client.pushing import Pushes
 from paceline.central.client.server_view import ServerAddresses, ServerView
 from paceline.central.client.table_rows import TableRows
-from paceline.central.client.whole_tensors import State, WholeTensors, read_bytes
+from paceline.central.client.whole_tensors import State, WholeTensors
 from paceline.central.shards import Shards, TableSpec, describe, plain_options
 from paceline.central.tables.embedding import Lookup, find_tables
 from paceline.central.wire import protocol as p
 from paceline.central.wire.connection import FIRST_CONTACT_S, Connection
+from paceline.central.wire.settings import Settings
 from paceline.central.wire.tensor_bytes import bytes_of
 from paceline.errors import ArenaError, ModelError
 from paceline.machine import machine_identity
@@ -51,7 +54,7 @@ class Client:
         model: nn.Module,
         optimizer: Optimizer,
         servers: ServerAddresses,
-        settings: p.Settings,
+        settings: Settings,
         *,
         replica: int,
         incarnation: int,
@@ -170,7 +173,7 @@ class Client:
         filled = all(side.opened is not None and side.opened.filled for side in self._sides)
         # Before the first step somebody may still be giving the servers tables, or state.
         if not filled or (first.step == 0 and not first.reopened):
-            self.once(p.FILL, lambda: filling.fill(self._sides, self.tables, self.whole))
+            self.once(FillTask(), lambda: filling.fill(self._sides, self.tables, self.whole))
         self.step = first.step
         if first.reopened:
             filling.take_what_is_not_trained(self._to_chief)
@@ -324,10 +327,10 @@ class Client:
             mine = {"container": self.container, "replica": self.replica, "incarnation": self.incarnation}
             self._to_chief.call(p.GiveBack(**mine, ticket=ticket.ticket), p.Done, timeout_s=timeout_s)  # type: ignore[arg-type]
 
-    def task(self, name: str, length: int, work: Callable[[range], list[float]]) -> list[float]:
+    def task(self, key: TaskKey, length: int, work: Callable[[range], list[float]]) -> list[float]:
         """Do parts of a task until it is done, by whomever; its result."""
         self.give_back()
-        mine = {"container": self.container, "replica": self.replica, "incarnation": self.incarnation, "name": name}
+        mine = {"container": self.container, "replica": self.replica, "incarnation": self.incarnation, "key": key}
         while True:
             answer = self._to_chief.wait(p.Task(**mine, length=length), (p.TaskPart, p.Result))  # type: ignore[arg-type]
             if isinstance(answer, p.Result):
@@ -336,14 +339,14 @@ class Client:
             values = work(range(answer.start, answer.stop))
             self._to_chief.call(p.TaskDone(**mine, part=answer.part, values=values), p.Done)  # type: ignore[arg-type]
 
-    def once(self, name: str, act: Callable[[], None]) -> None:
+    def once(self, key: TaskKey, act: Callable[[], None]) -> None:
         """One replica acts, whichever comes first; the others wait for it."""
 
         def work(_: range) -> list[float]:
             act()
             return []
 
-        self.task(name, 1, work)
+        self.task(key, 1, work)
 
     def set_rule(self, rule: Any) -> None:
         self.give_back()  # it was for a step under the rule before
@@ -356,14 +359,15 @@ class Client:
     def request_stop(self) -> None:
         self._to_chief.call(p.Stop(container=self.container), p.Done)
 
-    def notes(self) -> bytes:
-        """The chief's books."""
-        return bytes(read_bytes(self._to_chief, p.Notes(container=self.container))[1])
+    def books(self) -> Books:
+        """The chief's books as they are now."""
+        read: p.BooksRead = self._to_chief.call(p.ReadBooks(container=self.container), p.BooksRead)
+        return read.books
 
-    def restore(self, parameters: dict[str, torch.Tensor], states: dict[str, State], step: int, chief: bytes) -> None:
+    def restore(self, parameters: dict[str, torch.Tensor], states: dict[str, State], books: Books) -> None:
         """Give all servers these values, and the chief its books."""
-        self.whole.restore(parameters, states, step, chief)
-        self.step = step
+        self.whole.restore(parameters, states, books)
+        self.step = books.step
 
     # ── steps that somebody else decides ─────────────────────────────────────────────────────────────────
 

@@ -56,7 +56,7 @@ class InitialValues:
         given = self._optimizer.state
         states = {name: dict(given[own]) for name, own in self._parameters.items() if given.get(own)}
         if states:
-            whole.restore(self._parameters, states, 0, b"")
+            whole.restore(self._parameters, states)
         for lookup in tables:
             if not lookup.module.weight.is_meta:
                 whole.put_rows(lookup.number, "", lookup.module.weight.detach())

@@ -13,17 +13,16 @@ One address is enough: each server of a container knows all of them.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
 
+from paceline.central.chief.books import Books
 from paceline.central.shards import ShardPart, Shards
 from paceline.central.wire import protocol as p
 from paceline.central.wire.connection import FIRST_CONTACT_S, Connection
@@ -36,7 +35,6 @@ from paceline.net.secure import Keys
 from paceline.rules import Rule
 
 TIMEOUT_S = 60.0
-MOST_BOOKS_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class Summary:
     addresses: list[str]
     bytes_by_server: list[int]
     tensors: list[TensorSummary]
-    books: dict[str, Any]
+    books: Books
 
 
 class Reader:
@@ -150,7 +148,7 @@ class Reader:
             addresses=[side.address for side in sides],
             bytes_by_server=[layout.bytes + rows for layout, rows in zip(shards.layouts, tables, strict=True)],
             tensors=tensors,
-            books=json.loads(_whole_body(sides[0], p.Notes(container=self._name))),
+            books=sides[0].call(p.ReadBooks(container=self._name), p.BooksRead).books,
         )
 
     @property
@@ -249,16 +247,6 @@ class Reader:
         sides, _ = self._sides()
         for side in sides:  # the chief first: it knows who is there
             side.call(p.Drop(container=self._name, force=force), p.Done)
-
-
-def _whole_body(side: Connection, request: p.Message) -> bytes:
-    body = bytearray()
-
-    def read(channel: Channel[p.Reply], _: int) -> None:
-        body.extend(channel.read_whole_body(MOST_BOOKS_BYTES))
-
-    side.call(request, p.Tensors, read=read)
-    return bytes(body)
 
 
 def _flat(side: Connection, request: p.ReadFrozen, layout: FlatLayout) -> torch.Tensor:

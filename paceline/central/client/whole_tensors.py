@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from paceline.central.chief.books import Books
 from paceline.central.client.server_view import ServerView, into, slot_of
 from paceline.central.shards import Shards
 from paceline.central.tables.embedding import Lookup
@@ -55,11 +55,11 @@ class WholeTensors:
         """By name, of a frozen copy."""
         return self._read(p.ReadFrozen(container=self._container, number=copy, what="parameters"))[0]
 
-    def books(self, copy: int) -> dict[str, Any]:
+    def books(self, copy: int) -> Books:
         """The chief's, of a frozen copy."""
-        request = p.ReadFrozen(container=self._container, number=copy, what="books")
-        found: dict[str, Any] = json.loads(read_bytes(self._sides[0].connection, request)[1])
-        return found
+        request = p.ReadBooks(container=self._container, number=copy)
+        read: p.BooksRead = self._sides[0].connection.call(request, p.BooksRead)
+        return read.books
 
     def state(self, copy: int) -> dict[str, State]:
         """The optimizer's, by parameter name, of a frozen copy."""
@@ -150,9 +150,9 @@ class WholeTensors:
         return flat
 
     def restore(
-        self, parameters: Mapping[str, torch.Tensor], states: Mapping[str, State], step: int, chief: bytes
+        self, parameters: Mapping[str, torch.Tensor], states: Mapping[str, State], books: Books | None = None
     ) -> None:
-        """Give all servers these values, and the chief its books."""
+        """Give all servers these values, and the chief its books; without any, of the beginning."""
         for number, side in enumerate(self._sides):
             entries: list[tuple[int, str, str, tuple[int, ...]]] = []
             numbers: list[tuple[int, str, float]] = []
@@ -174,12 +174,12 @@ class WholeTensors:
                         born.append(part.slot)
             request = p.Restore(
                 container=self._container,
-                step=step,
+                step=books.step if books is not None else 0,
                 entries=entries,
                 numbers=numbers,
                 born=born,
-                chief=chief if number == 0 else b"",
-                buffers=bool(chief) and number == 0,
+                books=books if number == 0 else None,
+                buffers=books is not None and number == 0,
             )
             if request.buffers:
                 body += [bytes_of(tensor) for tensor in self._others]

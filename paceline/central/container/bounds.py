@@ -7,18 +7,18 @@ server on which others train: what is out of bounds is refused with a sentence, 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import msgspec
-
+from paceline.central.chief.books import Books
 from paceline.central.chief.chief import Chief
 from paceline.central.chief.tickets import Close
 from paceline.central.shards import DTYPES, MAP_VERSION, Option, Spec
-from paceline.central.wire.protocol import Ask, Open, Settings
-from paceline.central.wire.records import AnyRecord, Made, MembersChanged, PulledCopy, Pushed, RowsPut, TaskResult
+from paceline.central.wire.notes import ShareNotes
+from paceline.central.wire.protocol import Ask, Open
+from paceline.central.wire.records import AnyRecord, Made, MembersChanged, PulledCopy, Pushed, RowsPut
+from paceline.central.wire.settings import Settings
 from paceline.errors import InvalidInput, PacelineError
 from paceline.rules import Sync
 from paceline.run_place import check_container
@@ -34,7 +34,6 @@ MOST_TIMEOUT_S = 1e7
 MOST_CHAPTERS = 1 << 16
 MOST_EPOCHS = 1 << 20
 MOST_COUNT = 1 << 53  # of steps, samples: whatever is counted one by one
-MOST_TASK_NAME = 200
 MOST_INCARNATION = (1 << 63) - 1
 
 _NUMBERS = (int, float)
@@ -120,12 +119,6 @@ def check_ask(request: Ask) -> None:
     check_count("epochs", request.stop_epoch, MOST_EPOCHS)
 
 
-def check_task(name: str, length: int) -> None:
-    if len(name) > MOST_TASK_NAME:
-        raise InvalidInput("task", name[:MOST_TASK_NAME], f"give at most {MOST_TASK_NAME} letters")
-    check_count("dataset length", length)
-
-
 def check_close(close: Close, replicas: int) -> None:
     """A step, as a chief has it made."""
     if not close.accepted:
@@ -160,28 +153,27 @@ def _is_number(value: Option) -> bool:
     return isinstance(value, _NUMBERS) and not isinstance(value, bool)
 
 
-def check_kept(name: str, server: int, notes: Mapping[str, Any]) -> None:
-    """The notes of a copy of another server's share, before anything is allocated for it."""
+def check_notes(notes: ShareNotes, name: str, server: int) -> None:
+    """The notes of a copy of that share, before anything is allocated for it."""
+    spec, replicas = notes.spec, notes.settings.replicas
     check_container(name)
-    spec = msgspec.json.decode(notes["spec"], type=Spec)
-    settings = msgspec.json.decode(notes["settings"], type=Settings)
     check_spec(spec)
-    check_settings(settings)
-    if (notes["name"], notes["server"]) != (name, server) or not 0 <= server < spec.servers:
+    check_settings(notes.settings)
+    if (notes.name, notes.server) != (name, server) or not 0 <= server < spec.servers:
         raise PacelineError(f"this is no copy of server {server}'s share of container {name!r}")
-    if len(msgspec.convert(notes["addresses"], list[str])) != spec.servers:
-        raise PacelineError(f"{len(notes['addresses'])} addresses do not fit {spec.servers} servers")
-    check_count("step", notes["step"])
-    for replica, _ in (*notes["incarnations"], *notes["used"]):
-        check_place(replica, settings.replicas)
-    for given in notes["waiting"]:
-        pushed = msgspec.convert(given, Pushed)
-        check_place(pushed.replica, settings.replicas)
+    if (notes.chief is not None) != (server == 0):
+        raise PacelineError(f"server {server} is {'' if server == 0 else 'not '}the chief, whatever its copy says")
+    if len(notes.addresses) != spec.servers:
+        raise PacelineError(f"{len(notes.addresses)} addresses do not fit {spec.servers} servers")
+    check_count("step", notes.step)
+    members = notes.chief.members if notes.chief is not None else {}
+    for replica in (*notes.incarnations, *notes.used, *members):
+        check_place(replica, replicas)
+    for pushed in notes.waiting:
+        check_place(pushed.replica, replicas)
         _check_rows(pushed.rows, len(spec.tables))
-    if server == 0:
-        read_books(json.dumps(notes["chief"]["books"]).encode())
-        for replica, _ in notes["chief"]["members"]:
-            check_place(replica, settings.replicas)
+    if notes.chief is not None:
+        check_books(notes.chief.books)
 
 
 def check_record(record: AnyRecord, container: Container) -> None:
@@ -203,8 +195,6 @@ def check_record(record: AnyRecord, container: Container) -> None:
             check_options(record.options, container.spec.optimizer.groups)
             if record.chapter is not None:
                 _check_counted(record.close, *record.chapter)
-        case TaskResult():
-            check_task(record.name, 0)
         case MembersChanged():
             for replica, incarnation in record.members.items():
                 check_place(replica, replicas)
@@ -229,21 +219,18 @@ def _check_counted(close: Close, length: int, batch_size: int, left_out: int) ->
             check_count("sample", start, stop)
 
 
-def read_books(data: bytes) -> dict[str, Any]:
-    """A chief's books from JSON, if a chief can go on with them."""
+def check_books(books: Books) -> None:
+    """Whether a chief can go on with these books."""
+    check_count("step", books.step)
+    check_count("next_ticket", books.next_ticket)
+    for number, chapter in books.chapters.items():
+        check_count("chapter", number, MOST_CHAPTERS)
+        check_count("dataset length", chapter.length)
+        check_count("used", chapter.used, chapter.length)
+        check_count("batch_size", chapter.batch_size, least=1)
+        for epoch in (chapter.began, *(epoch for epoch, _, _ in chapter.counted)):
+            check_count("epochs", epoch, MOST_EPOCHS)
     try:
-        books: dict[str, Any] = json.loads(data)
-        check_count("step", books["step"])
-        for number, chapter in books["chapters"].items():
-            check_count("chapter", int(number), MOST_CHAPTERS)
-            check_count("dataset length", chapter["length"])
-            check_count("used", chapter["used"], chapter["length"])
-            check_count("batch_size", chapter["batch_size"], least=1)
-            for epoch in (chapter["began"], *(row[0] for row in chapter["counted"])):
-                check_count("epochs", epoch, MOST_EPOCHS)
         Chief(Sync(), 1).load(books)
-    except PacelineError:
-        raise
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
-        raise PacelineError(f"these are no books of a training ({type(error).__name__}: {error})") from error
-    return books
+    except ValueError as error:  # samples that are counted twice
+        raise PacelineError(f"these are no books of a training ({error})") from error

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from paceline.central.chief.books import Books
 from paceline.central.chief.tickets import Accepted, Close
 from paceline.central.container.bounds import check_close, check_options, check_place
 from paceline.central.durability.journal import Journal
@@ -24,8 +25,8 @@ from paceline.central.durability.peer_journal import PeerJournal
 from paceline.central.jobs import together
 from paceline.central.shards import Option, Shards, Spec, make_optimizer, restored_options
 from paceline.central.tables.tables import Rows, Table, TableCopy
-from paceline.central.wire.protocol import Settings
 from paceline.central.wire.records import Made, PulledCopy, Pushed, RowsPut, packed
+from paceline.central.wire.settings import Settings
 from paceline.errors import PacelineError
 from paceline.memory.layout import Chunk, FlatLayout
 from paceline.memory.server_arena import ServerArena
@@ -37,7 +38,6 @@ MOST_FROZEN = 4  # copies that are being read at a time
 
 States = dict[int, dict[str, Any]]
 Tensors = Sequence[tuple[str, torch.Tensor]]
-Json = bytes
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class FrozenCopy:
     state: States
     tables: list[TableCopy]
     extras: Tensors = ()  # on the chief: the model's buffers, and the parameters that are not trained
-    books: Json = b""  # on the chief
+    books: Books | None = None  # on the chief
 
 
 class _Memory:
@@ -371,14 +371,14 @@ class Container:
             self.not_pulled.discard(replica)
             return self.step, place
 
-    def freeze(self, number: int, extras: Tensors = (), books: Json = b"") -> FrozenCopy:
+    def freeze(self, number: int, extras: Tensors = (), books: Books | None = None) -> FrozenCopy:
         with self.lock:
             while len(self._frozen) >= MOST_FROZEN:  # somebody has not said that it is done
                 del self._frozen[min(self._frozen)]
             self._frozen[number] = self.copy(number, extras, books)
             return self._frozen[number]
 
-    def copy(self, number: int = 0, extras: Tensors = (), books: Json = b"") -> FrozenCopy:
+    def copy(self, number: int = 0, extras: Tensors = (), books: Books | None = None) -> FrozenCopy:
         with self.lock:
             return FrozenCopy(
                 number,

@@ -11,27 +11,25 @@ weighted by their samples.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import msgspec
 import torch
 
+from paceline.central.chief.books import Books
 from paceline.central.chief.chief import Chief
 from paceline.central.chief.tickets import Close, End, Outcome, Wait, Work
-from paceline.central.container.bounds import check_ask, check_options, check_place, check_task
+from paceline.central.container.bounds import check_ask, check_count, check_options, check_place
 from paceline.central.container.buffers import ModelBuffers
 from paceline.central.container.container import Container
 from paceline.central.durability import snapshot as keeping
 from paceline.central.shards import Option, Spec
 from paceline.central.wire.connection import Connection
+from paceline.central.wire.notes import ChiefNotes
 from paceline.central.wire.protocol import (
-    FILL,
-    RESUME,
     Apply,
     Ask,
     Copied,
@@ -44,7 +42,6 @@ from paceline.central.wire.protocol import (
     Message,
     Report,
     Result,
-    Settings,
     Settled,
     SquaredNorm,
     Task,
@@ -54,7 +51,8 @@ from paceline.central.wire.protocol import (
     Ticket,
     Waiting,
 )
-from paceline.central.wire.records import AnyRecord, Made, MembersChanged, RuleSet, TaskResult, packed
+from paceline.central.wire.records import AnyRecord, ChapterShape, Made, MembersChanged, RuleSet, TaskResult, packed
+from paceline.central.wire.settings import Settings
 from paceline.errors import CheckpointError, ModelError, PacelineError, Stalled
 from paceline.rules import Async, Rule
 
@@ -82,7 +80,7 @@ class ContainerTraining:
         self._behind = False  # another server may not have made the last step yet
         self._making = False  # a step is decided: the parameters may have it, and the books have not
         self._last: Made | None = None  # the last step that was decided, if there is a journal
-        self._chapters: dict[int, tuple[int, int, int]] = {}  # length, batch size, samples left out
+        self._chapters: dict[int, ChapterShape] = {}
         self._noted_members: dict[int, int] = {}
         self._failure: BaseException | None = None
         self._options: dict[int, Options] = {}  # by replica: as of its last report
@@ -148,11 +146,11 @@ class ContainerTraining:
             if self.container.settings.run == settings.run:
                 return  # another replica of this run was first
             self.container.reopen(spec, settings)
-            books = self.chief.state()
+            books = self.chief.books()
             # What was measured is still true; what was saved was saved for another run.
-            books["results"] = {name: value for name, value in books["results"].items() if _of_all_runs(name)}
+            results = [(key, sums) for key, sums in books.results if key.holds_for_later_runs]
             self.chief = self._new_chief()
-            self.chief.load(books)
+            self.chief.load(msgspec.structs.replace(books, results=results))
             self._connections.clear()
             self._missing_since.clear()
             self._options.clear()
@@ -399,31 +397,31 @@ class ContainerTraining:
     # ── tasks ────────────────────────────────────────────────────────────────────────────────────────────
 
     def task(self, request: Task) -> TaskPart | Result | Waiting:
-        check_task(request.name, request.length)
+        check_count("dataset length", request.length)
         give_up = time.monotonic() + ANSWER_WITHIN_S
         with self._changed:
             while True:
                 self._check(request.replica, request.incarnation)
-                if self._trained and (request.name == FILL or request.name.startswith(RESUME)):
+                if self._trained and request.key.over_after_a_step:
                     # It was started again, and runs the script from the top: all that lies behind.
                     return Result(values=[], chief=request.replica == min(self.chief.members))
-                answer = self.chief.ask_task(request.replica, request.name, request.length)
+                answer = self.chief.ask_task(request.replica, request.key, request.length)
                 if isinstance(answer, tuple):
                     part, runs = answer
                     return TaskPart(part=part, start=runs[0].start, stop=runs[-1].stop)
                 if isinstance(answer, list):
                     return Result(values=answer, chief=request.replica == min(self.chief.members))
                 if not self._changed.wait(give_up - time.monotonic()):
-                    return Waiting(why=f"{answer.why} ({request.name})")
+                    return Waiting(why=f"{answer.why} ({request.key.words})")
 
     def task_done(self, request: TaskDone) -> Done:
         with self._changed:
             self._check(request.replica, request.incarnation)
-            known = self.chief.tasks.results.get(request.name) is not None
-            self.chief.tasks.finish(request.replica, request.name, request.part, request.values)
-            result = self.chief.tasks.results.get(request.name)
+            known = request.key in self.chief.tasks.results
+            self.chief.tasks.finish(request.replica, request.key, request.part, request.values)
+            result = self.chief.tasks.results.get(request.key)
             if result is not None and not known:
-                self._note(TaskResult(name=request.name, values=result))
+                self._note(TaskResult(key=request.key, values=result))
             self._changed.notify_all()
         self._flush()
         return Done()
@@ -440,7 +438,7 @@ class ContainerTraining:
             self._busy = True
             self._copies += 1
             number = self._copies
-            books = json.dumps(self.chief.state()).encode()
+            books = self.chief.books()
         try:
 
             def own() -> Copied:
@@ -475,14 +473,14 @@ class ContainerTraining:
             for replica in list(self.chief.members):
                 self.chief.leave(replica)
 
-    def notes(self) -> dict[str, object]:
+    def books(self) -> Books:
         with self._changed:
-            return self.chief.state()
+            return self.chief.books()
 
-    def load_notes(self, notes: dict[str, object], values: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:
+    def take_books(self, books: Books, values: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:
         """Take over the books of another chief; and new `values` of buffers, and of what is not trained."""
         with self._changed:
-            self.chief.load(notes)
+            self.chief.load(books)
             self._last = None
             for tensor, value in values:
                 tensor.copy_(value)
@@ -509,40 +507,38 @@ class ContainerTraining:
         with self._changed:
             while self._making:
                 self._changed.wait()
-            keeping.save(self.container, *self.whole(), wait=wait)
+            tensors, notes = self.whole()
+            keeping.save(self.container, tensors, notes, wait=wait)
 
-    def whole(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def whole(self) -> tuple[dict[str, torch.Tensor], ChiefNotes]:
         """What a snapshot of the chief has besides those of other servers."""
         with self._changed:
             tensors = {f"buffer/{name}": tensor.clone() for name, tensor in self.buffers.tensors}
             tensors |= {f"frozen/{name}": tensor.clone() for name, tensor in self.frozen}
-            notes = {
-                "books": self.chief.state(),
-                "rule": msgspec.to_builtins(self.chief.rule),
-                "members": list(self.chief.members.items()),
-                "chapters": list(self._chapters.items()),
-                "trained": self._trained,
-                "buffers": [name for name, _ in self.buffers.tensors],
-                "frozen": [name for name, _ in self.frozen],
-                "keys": self.keys,
-                "last": msgspec.to_builtins(self._last),
-            }
-            return tensors, {"chief": notes}
+            return tensors, ChiefNotes(
+                books=self.chief.books(),
+                rule=self.chief.rule,
+                members=dict(self.chief.members),
+                chapters=dict(self._chapters),
+                trained=self._trained,
+                buffers=[name for name, _ in self.buffers.tensors],
+                frozen=[name for name, _ in self.frozen],
+                keys=self.keys,
+                last=self._last,
+            )
 
-    def load(self, tensors: Mapping[str, torch.Tensor], notes: Mapping[str, Any]) -> Made | None:
-        """Go on from a snapshot; the last step in it, which other servers may not have made yet."""
+    def load(self, tensors: Mapping[str, torch.Tensor], notes: ChiefNotes) -> None:
+        """Go on from a snapshot."""
         with self._changed:
-            buffers = [(name, tensors[f"buffer/{name}"]) for name in notes["buffers"]]
-            frozen = [(name, tensors[f"frozen/{name}"]) for name in notes["frozen"]]
-            self.describe(buffers, frozen, [(key, name) for key, name in notes["keys"]])
-            self.chief.load(notes["books"])
-            self.chief.set_rule(msgspec.convert(notes["rule"], Rule))
-            self._chapters = {number: (length, batch, left) for number, (length, batch, left) in notes["chapters"]}
-            self._seen = sum(self.chief.book(int(number)).counted for number in notes["books"]["chapters"])
-            self._trained = notes["trained"]
-            self._take_members(dict(notes["members"]))
-            self._last = msgspec.convert(notes.get("last"), Made | None)
-            return self._last
+            buffers = [(name, tensors[f"buffer/{name}"]) for name in notes.buffers]
+            frozen = [(name, tensors[f"frozen/{name}"]) for name in notes.frozen]
+            self.describe(buffers, frozen, notes.keys)
+            self.chief.load(notes.books)
+            self.chief.set_rule(notes.rule)
+            self._chapters = dict(notes.chapters)
+            self._seen = sum(self.chief.book(number).counted for number in notes.books.chapters)
+            self._trained, self._last = notes.trained, notes.last
+            self._take_members(notes.members)
 
     def again(self, record: Made | TaskResult | RuleSet | MembersChanged, body: memoryview) -> None:
         """What the journal has since then."""
@@ -558,7 +554,7 @@ class ContainerTraining:
                     self._last = record
                     self.buffers.unpack(body)
                 case TaskResult():
-                    self.chief.tasks.results[record.name] = record.values
+                    self.chief.tasks.results[record.key] = record.values
                 case RuleSet():
                     self.chief.set_rule(record.rule)
                 case MembersChanged():
@@ -573,14 +569,15 @@ class ContainerTraining:
                 self.chief.members[replica] = 0
         self._noted_members = dict(members)
 
-    def go_on(self, last: Made | None) -> None:
-        """Take up the work of the process before, which may have died before all servers had made its `last` step.
+    def go_on(self) -> None:
+        """Take up the work of the process before, which may have died before all servers had made its last step.
 
         Nobody is answered before they have: who is told of a step may rely on it.
         """
         until = time.monotonic() + BACK_WITHIN_S - GRACE_S
         with self._changed:
             self._missing_since = {replica: (held, until) for replica, held in self.chief.members.items()}
+            last = self._last
             if last is None or not self._peers:
                 return
             self._busy = self._behind = True
@@ -605,8 +602,3 @@ class ContainerTraining:
             self._changed.notify_all()
         for peer in self._peers:
             peer.close()
-
-
-def _of_all_runs(task: str) -> bool:
-    """Whether what came of a task holds for later runs in the same container too."""
-    return task == FILL or task.startswith("evaluation ")

@@ -10,15 +10,17 @@ ones are refused.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Sequence
 
-from paceline.central.container.bounds import check_count, check_kept, check_record
+import msgspec
+
+from paceline.central.container.bounds import check_count, check_notes, check_record
 from paceline.central.container.container import Container
 from paceline.central.container.steps import ContainerTraining
 from paceline.central.durability.recovery import again, rebuilt
-from paceline.central.durability.snapshot import Notes, Tensors, whole
+from paceline.central.durability.snapshot import Tensors, whole
+from paceline.central.wire.notes import ShareNotes
 from paceline.central.wire.protocol import Done, Fetch, Forget, Keep, KeepWhole, Missing
 from paceline.central.wire.records import AnyRecord
 from paceline.errors import PacelineError
@@ -71,7 +73,7 @@ class KeptShare:
             self._broken = str(error)  # its server sends a new one
         self._pending = []
 
-    def give(self, request: Fetch) -> tuple[Tensors, Notes, int] | None:
+    def give(self, request: Fetch) -> tuple[Tensors, ShareNotes, int] | None:
         """All of it, for a new process of the server whose it is."""
         with self.lock:
             self.fence(request.server, request.incarnation)
@@ -80,8 +82,8 @@ class KeptShare:
                 return None
             tensors, notes = whole(self._container)
             if self._steps is not None:
-                more, of_chief = self._steps.whole()
-                tensors, notes = {**tensors, **more}, {**notes, **of_chief}
+                more, chief = self._steps.whole()
+                tensors, notes = {**tensors, **more}, msgspec.structs.replace(notes, chief=chief)
             return tensors, notes, self.position
 
     def close(self) -> None:
@@ -105,9 +107,8 @@ class Backup:
     def take_whole(self, request: KeepWhole, tensors: Tensors) -> None:
         """A copy, in the place of what was there."""
         try:
-            notes = json.loads(request.notes)
-            check_kept(request.container, request.server, notes)
-            container, steps, _ = rebuilt(tensors, notes, lambda addresses, timeout_s: [])
+            check_notes(request.notes, request.container, request.server)
+            container, steps = rebuilt(tensors, request.notes, lambda addresses, timeout_s: [])
         except NO_RECORD as error:
             raise PacelineError(f"this is no copy of a container ({type(error).__name__}: {error})") from error
         copy, key = KeptShare(request.incarnation, container, steps), (request.container, request.server)
@@ -136,7 +137,7 @@ class Backup:
             return Missing(), None
         return Done(), copy.settle
 
-    def give(self, request: Fetch) -> tuple[Tensors, Notes, int] | None:
+    def give(self, request: Fetch) -> tuple[Tensors, ShareNotes, int] | None:
         copy = self._find(request.container, request.server)
         return None if copy is None else copy.give(request)
 

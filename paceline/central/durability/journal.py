@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import shutil
 import struct
@@ -31,13 +30,13 @@ import threading
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from paceline.central.wire.notes import ShareNotes
 from paceline.central.wire.records import AnyRecord, Body, Made
 from paceline.errors import CheckpointError, PacelineError
 
@@ -47,6 +46,7 @@ LOG_STEPS = 1000  # and to no more than this: a restarted server has to make the
 
 _HEAD = struct.Struct("<4sIQII")
 _MAGIC = b"PLJ1"
+NOTES = "notes"  # in a snapshot: `ShareNotes`, as bytes
 
 
 class Journal:
@@ -149,7 +149,7 @@ class Journal:
         long = self._bytes >= most or self._steps >= self._most_steps
         return long and (self._writer is None or not self._writer.is_alive())
 
-    def snapshot(self, tensors: Mapping[str, torch.Tensor], notes: Mapping[str, Any], *, wait: bool) -> None:
+    def snapshot(self, tensors: Mapping[str, torch.Tensor], notes: ShareNotes, *, wait: bool) -> None:
         """Begin a new log with a snapshot, whose tensors nobody changes any more; call it with the lock held.
 
         It is written while training goes on, unless somebody has to `wait` for it. Until it is there the old snapshot
@@ -179,11 +179,12 @@ class Journal:
             self._writer = threading.Thread(name="paceline-snapshot", daemon=True, **how)  # type: ignore[arg-type]
             self._writer.start()
 
-    def _write_snapshot(self, number: int, tensors: Mapping[str, torch.Tensor], notes: Mapping[str, Any]) -> None:
+    def _write_snapshot(self, number: int, tensors: Mapping[str, torch.Tensor], notes: ShareNotes) -> None:
         path = self.folder / f"snapshot-{number}"
         draft = path.with_suffix(".tmp")
         try:
-            save_file(dict(tensors), draft, metadata={"notes": json.dumps(notes)})
+            encoded = torch.frombuffer(bytearray(msgspec.msgpack.encode(notes)), dtype=torch.uint8)
+            save_file({**tensors, NOTES: encoded}, draft)
             with draft.open("rb") as written:
                 os.fsync(written.fileno())
             draft.replace(path)
@@ -205,7 +206,7 @@ class Journal:
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────
 
-    def read_snapshot(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
+    def read_snapshot(self) -> tuple[dict[str, torch.Tensor], ShareNotes] | None:
         """The newest one there is, and what was noted with it; None: the container had not begun."""
         numbers = _numbers(self.folder, "snapshot")
         if not numbers:
@@ -214,8 +215,9 @@ class Journal:
         path = self.folder / f"snapshot-{self._number}"
         try:
             with safe_open(path, framework="pt") as file:
-                notes = json.loads((file.metadata() or {})["notes"])
-                return {key: file.get_tensor(key) for key in file.keys()}, notes  # noqa: SIM118
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+                notes = msgspec.msgpack.decode(tensors.pop(NOTES).numpy().data, type=ShareNotes)
+                return tensors, notes
         except (SafetensorError, OSError, KeyError, ValueError) as error:
             raise CheckpointError(f"{path} is damaged: {error}; remove its folder to begin anew") from error
 

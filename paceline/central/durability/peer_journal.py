@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from paceline.central.wire.connection import Connection
+from paceline.central.wire.notes import ShareNotes
 from paceline.central.wire.protocol import Done, Forget, Keep, KeepWhole, Missing
 from paceline.central.wire.records import AnyRecord, Made, PulledCopy, packed
 from paceline.errors import CheckpointError, PacelineError
@@ -97,7 +98,7 @@ class KeptBy:
 @dataclass(frozen=True)
 class _Whole:
     entries: list[tuple[str, str, tuple[int, ...]]]
-    notes: bytes
+    notes: ShareNotes
     body: list[memoryview]
     upto: int
 
@@ -177,14 +178,14 @@ class PeerJournal:
         with self._turn:
             self._of_step = []
 
-    def snapshot(self, tensors: Mapping[str, torch.Tensor], notes: Mapping[str, Any], *, wait: bool) -> None:
+    def snapshot(self, tensors: Mapping[str, torch.Tensor], notes: ShareNotes, *, wait: bool) -> None:
         """What is written so far is in this; call it with the lock held. `flush` sends it, whoever has to `wait`."""
         entries = [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()]
         with self._turn:
             self.begun = True
             # A step is written before it is made. If this was taken in between, that step is sent again after it.
             self._of_step = [replace(item, upto=self._kept) for item in self._of_step]
-            whole = _Whole(entries, json.dumps(notes).encode(), packed(tensors.values()), self._kept)
+            whole = _Whole(entries, notes, packed(tensors.values()), self._kept)
             self._queue = deque([whole, *self._of_step])
             self._written += 1
             self._queue[-1] = replace(self._queue[-1], upto=self._written)

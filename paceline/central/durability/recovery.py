@@ -11,15 +11,12 @@ that were out with replicas are not in them, and are answered as late: their sam
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
-import msgspec
 import torch
 
 from paceline.central.container.container import Container
@@ -27,9 +24,9 @@ from paceline.central.container.steps import ContainerTraining
 from paceline.central.durability import snapshot as keeping
 from paceline.central.durability.journal import Journal
 from paceline.central.durability.peer_journal import NOTE, Connect, KeptBy, PeerJournal, Say
-from paceline.central.shards import Spec
 from paceline.central.wire.connection import Connection
-from paceline.central.wire.protocol import Fetch, Kept, Missing, Settings
+from paceline.central.wire.notes import ShareNotes
+from paceline.central.wire.protocol import Fetch, Kept, Missing
 from paceline.central.wire.records import AnyRecord, Body, Made, MembersChanged, RuleSet, TaskResult
 from paceline.central.wire.tensor_bytes import named_tensors
 from paceline.errors import PacelineError
@@ -77,14 +74,13 @@ def _recover(folder: Path, to_others: ToOthers) -> tuple[Container, ContainerTra
     read = journal.read_snapshot()
     if read is None:
         return None  # its process was killed before it had begun
-    container, steps, last = rebuilt(*read, to_others)
+    container, steps = rebuilt(*read, to_others)
     journal.container_bytes = container.bytes
     for record, body in journal.records():
         again(container, steps, record, body)
-        last = record if isinstance(record, Made) else last
     container.journal = journal
     if steps is not None:
-        steps.go_on(last)
+        steps.go_on()
     return container, steps
 
 
@@ -104,31 +100,29 @@ def _fetch(folder: Path, to_others: ToOthers, connect: Connect, say: Say) -> tup
             f"server {kept_by.keeper}, which had its copy, has ended as well; remove {folder}, and go on from a "
             "checkpoint"
         )
-    container, steps, last = rebuilt(named_tensors(kept.entries, body), json.loads(kept.notes), to_others)
+    container, steps = rebuilt(named_tensors(kept.entries, body), kept.notes, to_others)
     container.journal = PeerJournal(folder, kept_by, connect, say)
     container.journal.resume(kept.position)
     if steps is not None:
-        steps.go_on(last)
+        steps.go_on()
     return container, steps
 
 
 def rebuilt(
-    tensors: Mapping[str, torch.Tensor], notes: Mapping[str, Any], to_others: ToOthers
-) -> tuple[Container, ContainerTraining | None, Made | None]:
-    """A container as a snapshot says; on its chief also the training, and the last step, which others may lack."""
-    spec = msgspec.json.decode(notes["spec"], type=Spec)
-    settings = msgspec.json.decode(notes["settings"], type=Settings)
-    container = Container(notes["name"], spec, notes["server"], settings)
+    tensors: Mapping[str, torch.Tensor], notes: ShareNotes, to_others: ToOthers
+) -> tuple[Container, ContainerTraining | None]:
+    """A container as a snapshot says; on its chief also the training."""
+    container = Container(notes.name, notes.spec, notes.server, notes.settings)
     try:
         keeping.load(container, tensors, notes)
-        if container.server != 0:
-            return container, None, None
+        if notes.chief is None:
+            return container, None
         # No ticket that the process before has handed out has such a number.
         first_ticket = time.time_ns() // 1000
-        steps = ContainerTraining(
-            container, to_others(container.addresses, settings.timeout_s), first_ticket=first_ticket
-        )
-        return container, steps, steps.load(tensors, notes["chief"])
+        others = to_others(container.addresses, notes.settings.timeout_s)
+        steps = ContainerTraining(container, others, first_ticket=first_ticket)
+        steps.load(tensors, notes.chief)
+        return container, steps
     except BaseException:
         container.close()
         raise

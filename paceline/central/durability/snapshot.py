@@ -8,41 +8,40 @@ they come out the same, bit by bit.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 import torch
 
 from paceline.central.container.container import Container, FrozenCopy, States
 from paceline.central.tables.tables import Rows, TableCopy
+from paceline.central.wire.notes import ChiefNotes, ShareNotes
 from paceline.central.wire.records import Made, PulledCopy, Pushed, RowsPut, packed
 from paceline.errors import CheckpointError
 
 Tensors = dict[str, torch.Tensor]
-Notes = dict[str, Any]
 
 
-def save(container: Container, more: Mapping[str, torch.Tensor], notes: Mapping[str, Any], *, wait: bool) -> None:
-    """Have everything in a snapshot, and the journal go on from there. `more`: what the chief adds."""
+def save(container: Container, more: Mapping[str, torch.Tensor], chief: ChiefNotes | None, *, wait: bool) -> None:
+    """Have everything in a snapshot, and the journal go on from there. `more`, `chief`: what the chief adds."""
     journal = container.journal
     if journal is None:
         return
     with container.lock, journal.lock:
-        tensors, own = whole(container)
-        journal.snapshot({**tensors, **more}, {**own, **notes}, wait=wait)
+        tensors, notes = whole(container)
+        journal.snapshot({**tensors, **more}, msgspec.structs.replace(notes, chief=chief), wait=wait)
 
 
-def whole(container: Container) -> tuple[Tensors, Notes]:
+def whole(container: Container) -> tuple[Tensors, ShareNotes]:
     """A snapshot, in memory of its own."""
     with container.lock:
         copy = container.copy()
-        tensors, numbers = {"parameters": copy.parameters}, {}
+        tensors, numbers = {"parameters": copy.parameters}, []
         for slot, state in copy.state.items():
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
                     tensors[f"state/{slot}/{key}"] = value
                 else:
-                    numbers[f"{slot}/{key}"] = value
+                    numbers.append((slot, key, value))
         for number, table in enumerate(copy.tables):
             tensors[f"table/{number}/"] = table.weight
             tensors |= {f"table/{number}/{key}": value for key, value in table.state.items()}
@@ -50,20 +49,20 @@ def whole(container: Container) -> tuple[Tensors, Notes]:
         for pushed, rows in waiting(container):
             parts = [container.arena.gradients[pushed.replica], *(part for given in rows for part in given.tensors)]
             tensors[f"waiting/{pushed.replica}"] = torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
-            held.append(msgspec.to_builtins(pushed))
-        return tensors, {
-            "name": container.name,
-            "server": container.server,
-            "addresses": container.addresses,
-            "spec": msgspec.json.encode(container.spec).decode(),
-            "settings": msgspec.json.encode(container.settings).decode(),
-            "step": copy.step,
-            "numbers": numbers,
-            "steps of tables": [table.steps for table in copy.tables],
-            "waiting": held,
-            "incarnations": list(container.incarnations.items()),
-            "used": list(container.used.items()),
-        }
+            held.append(pushed)
+        return tensors, ShareNotes(
+            name=container.name,
+            server=container.server,
+            addresses=container.addresses,
+            spec=container.spec,
+            settings=container.settings,
+            step=copy.step,
+            numbers=numbers,
+            table_steps=[table.steps for table in copy.tables],
+            waiting=held,
+            incarnations=dict(container.incarnations),
+            used=dict(container.used),
+        )
 
 
 def waiting(container: Container) -> list[tuple[Pushed, list[Rows]]]:
@@ -84,10 +83,10 @@ def waiting(container: Container) -> list[tuple[Pushed, list[Rows]]]:
     ]
 
 
-def load(container: Container, tensors: Mapping[str, torch.Tensor], notes: Mapping[str, Any]) -> None:
+def load(container: Container, tensors: Mapping[str, torch.Tensor], notes: ShareNotes) -> None:
     """Become what a snapshot says."""
     states: States = {}
-    tables = [TableCopy(tensors[f"table/{n}/"], {}, steps) for n, steps in enumerate(notes["steps of tables"])]
+    tables = [TableCopy(tensors[f"table/{n}/"], {}, steps) for n, steps in enumerate(notes.table_steps)]
     for name, tensor in tensors.items():
         kind, _, rest = name.partition("/")
         number, _, key = rest.partition("/")
@@ -95,17 +94,15 @@ def load(container: Container, tensors: Mapping[str, torch.Tensor], notes: Mappi
             states.setdefault(int(number), {})[key] = tensor
         elif kind == "table" and key:
             tables[int(number)].state[key] = tensor
-    for name, value in notes["numbers"].items():
-        slot, _, key = name.partition("/")
-        states.setdefault(int(slot), {})[key] = value
+    for slot, key, value in notes.numbers:
+        states.setdefault(slot, {})[key] = value
     container.check_states(states)
-    container.take_over(FrozenCopy(0, notes["step"], tensors["parameters"], states, tables))
-    container.addresses = notes["addresses"]
-    for replica, incarnation in notes["incarnations"]:
+    container.take_over(FrozenCopy(0, notes.step, tensors["parameters"], states, tables))
+    container.addresses = notes.addresses
+    for replica, incarnation in notes.incarnations.items():
         container.admit(replica, incarnation)
-    container.used = dict(notes["used"])
-    for given in notes["waiting"]:
-        pushed = msgspec.convert(given, Pushed)
+    container.used = dict(notes.used)
+    for pushed in notes.waiting:
         _push_again(container, pushed, packed([tensors[f"waiting/{pushed.replica}"]])[0])
     container.forget_pulled()
 

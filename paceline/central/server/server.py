@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import socket
 import sys
 import threading
@@ -258,7 +257,7 @@ class Server:
         if steps is not None:
             steps.save(wait=wait)
         else:
-            keeping.save(container, {}, {}, wait=wait)
+            keeping.save(container, {}, None, wait=wait)
 
     def _recover(self) -> None:
         try:
@@ -345,7 +344,8 @@ class Server:
             copy = self.steps(request.to)
             extras = [(name, tensor.clone()) for name, tensor in frozen.extras]
             copy.describe(extras[:count], extras[count:], steps.keys)
-            copy.load_notes(json.loads(frozen.books))
+            assert frozen.books is not None
+            copy.take_books(frozen.books)
             copy.abandon()
         self.save(container)
         return p.Done()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from paceline.central.container.bounds import check_count, check_place, read_books
+from paceline.central.container.bounds import check_books, check_count, check_place
 from paceline.central.container.container import Container, States
 from paceline.central.container.steps import ANSWER_WITHIN_S, ContainerTraining
 from paceline.central.durability import snapshot as keeping
@@ -152,9 +151,8 @@ class Session:
             case p.Restore():
                 self._restore(request)
                 return Answer(p.Done())
-            case p.Notes():
-                notes = json.dumps(server.steps(request.container).notes()).encode()
-                return Answer(p.Tensors(entries=[("notes", "json", (len(notes),))]), [memoryview(notes)])
+            case p.ReadBooks():
+                return Answer(self._books(request))
             case p.Containers():
                 return Answer(p.Listed(containers=server.listing()))
             case p.Drop():
@@ -293,7 +291,7 @@ class Session:
             return p.SquaredNorm(squared=container.squared_norm(request.close))
         container.apply(request.close, request.options, request.scale)
         if container.journal is not None and container.journal.due:
-            keeping.save(container, {}, {}, wait=False)
+            keeping.save(container, {}, None, wait=False)
         return p.Done()
 
     # ── copies of other servers' shares ──────────────────────────────────────────────────────────────────
@@ -318,13 +316,21 @@ class Session:
                 if found is None:
                     return Answer(p.Missing())
                 tensors, notes, position = found
-                kept = p.Kept(entries=entries_of(tensors.items()), notes=json.dumps(notes).encode(), position=position)
+                kept = p.Kept(entries=entries_of(tensors.items()), notes=notes, position=position)
                 return Answer(kept, [bytes_of(tensor) for tensor in tensors.values()])
             case p.Forget():
                 keeper.forget(request)
                 return Answer(p.Done())
 
     # ── everything ───────────────────────────────────────────────────────────────────────────────────────
+
+    def _books(self, request: p.ReadBooks) -> p.BooksRead:
+        if request.number is None:
+            return p.BooksRead(books=self._server.steps(request.container).books())
+        books = self._server.container(request.container).frozen(request.number).books
+        if books is None:
+            raise PacelineError(f"this server is not the chief of container {request.container!r}: ask its server 0")
+        return p.BooksRead(books=books)
 
     def _frozen(self, request: p.ReadFrozen) -> Answer:
         container = self._server.container(request.container)
@@ -342,8 +348,6 @@ class Session:
             return Answer(
                 p.Tensors(entries=entries_of(frozen.extras)), [bytes_of(tensor) for _, tensor in frozen.extras]
             )
-        if request.what == "books":
-            return Answer(p.Tensors(entries=[("books", "json", (len(frozen.books),))]), [memoryview(frozen.books)])
         if request.what.startswith("table "):
             number = request.what.removeprefix("table ")
             copy = _one_of(frozen.tables, int(number) if number.isdigit() else -1)
@@ -354,7 +358,7 @@ class Session:
         if request.what == "parameters":
             return Answer(p.Tensors(entries=[]), [bytes_of(frozen.parameters)])
         if request.what != "state":
-            raise PacelineError(f"a copy has parameters, state, extras and books, and not {request.what[:40]!r}")
+            raise PacelineError(f"a copy has parameters, state and extras, and not {request.what[:40]!r}")
         entries, numbers, body = [], [], []
         for slot, state in frozen.state.items():
             for key, value in state.items():
@@ -368,8 +372,9 @@ class Session:
     def _restore(self, request: p.Restore) -> None:
         container = self._server.container(request.container)
         check_count("step", request.step)
-        steps = self._server.steps(request.container) if request.chief else None
-        books = read_books(request.chief) if request.chief else {}
+        steps = self._server.steps(request.container) if request.books is not None else None
+        if request.books is not None:
+            check_books(request.books)
         flat = self._read_tensor("uint8", (container.layout.bytes,))
         states: States = {slot: {} for slot in request.born}
         for slot, key, dtype, shape in request.entries:
@@ -380,8 +385,8 @@ class Session:
         values = [self._read_tensor(type_name(tensor), tuple(tensor.shape)) for tensor in others]
         self._channel.end_body()
         container.check_states(states)
-        if steps is not None:
-            steps.load_notes(books, list(zip(others, values, strict=True)))
+        if steps is not None and request.books is not None:
+            steps.take_books(request.books, list(zip(others, values, strict=True)))
         with container.lock:
             container.arena.parameters.copy_(flat)
             container.restore_state(states)

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import msgspec
 
+from paceline.central.chief.books import Books
+from paceline.central.chief.tasks import TaskKey
 from paceline.central.chief.tickets import Close
 from paceline.central.shards import Option, Spec
+from paceline.central.wire.notes import ShareNotes
 from paceline.central.wire.records import AnyRecord
+from paceline.central.wire.settings import Settings
 from paceline.rules import Rule, Sync
 
 Run = tuple[int, int]
-# Tasks that are of no use once a step has been made:
-FILL = "fill"  # to give a new container its values
-RESUME = "resume "  # to give it those of a checkpoint (the name goes on)
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -35,20 +36,6 @@ class Hello(Message, frozen=True, kw_only=True):
     version: str  # of Paceline
     token: str = ""
     who: str = ""
-
-
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a container is trained: the same from every replica of a run."""
-
-    replicas: int
-    rule: Rule = Sync()
-    warmup_steps: int = 0
-    warmup_epochs: int = 0
-    clip_norm: float | None = None
-    durability: str = "none"
-    recording: bool = False  # keep the summed gradients of the last step
-    run: str = ""  # which run this is: a container is trained by one at a time
-    timeout_s: float = 600.0
 
 
 class Open(Message, frozen=True, kw_only=True):
@@ -159,7 +146,7 @@ class Task(Message, frozen=True, kw_only=True):
     container: str
     replica: int
     incarnation: int
-    name: str
+    key: TaskKey
     length: int
 
 
@@ -169,7 +156,7 @@ class TaskDone(Message, frozen=True, kw_only=True):
     container: str
     replica: int
     incarnation: int
-    name: str
+    key: TaskKey
     part: int
     values: list[float]
 
@@ -218,7 +205,7 @@ class ReadFrozen(Message, frozen=True, kw_only=True):
 
     container: str
     number: int
-    what: str  # parameters | state | sums
+    what: str  # parameters | state | extras | table N; of the last step (number 0): sums | rows N
 
 
 class Thaw(Message, frozen=True, kw_only=True):
@@ -236,14 +223,15 @@ class Restore(Message, frozen=True, kw_only=True):
     entries: list[tuple[int, str, str, tuple[int, ...]]]  # slot, key, type, shape of each state tensor in the body
     numbers: list[tuple[int, str, float]] = []
     born: list[int] = []  # slots that have state
-    chief: bytes = b""  # the chief's books, as JSON; empty for other servers
+    books: Books | None = None  # the chief's; None for other servers
     buffers: bool = False  # for the chief: the body ends with the model's buffers and what is not trained
 
 
-class Notes(Message, frozen=True, kw_only=True):
-    """Where the training stands: the chief's books, as JSON in the reply's body."""
+class ReadBooks(Message, frozen=True, kw_only=True):
+    """The chief's books: as they are now, or as they were when a copy was frozen."""
 
     container: str
+    number: int | None = None  # of the copy
 
 
 class Apply(Message, frozen=True, kw_only=True):
@@ -282,7 +270,7 @@ class KeepWhole(Message, frozen=True, kw_only=True):
     server: int  # whose share it is
     incarnation: int  # of that server's process: older ones are not listened to any more
     entries: list[tuple[str, str, tuple[int, ...]]]
-    notes: bytes  # as JSON
+    notes: ShareNotes
 
 
 class Keep(Message, frozen=True, kw_only=True):
@@ -334,7 +322,7 @@ Request = (
     | ReadFrozen
     | Thaw
     | Restore
-    | Notes
+    | ReadBooks
     | Apply
     | Containers
     | Drop
@@ -445,6 +433,10 @@ class Tensors(Message, frozen=True, kw_only=True):
     numbers: list[tuple[str, float]] = []
 
 
+class BooksRead(Message, frozen=True, kw_only=True):
+    books: Books
+
+
 class SquaredNorm(Message, frozen=True, kw_only=True):
     squared: float
 
@@ -485,7 +477,7 @@ class Kept(Message, frozen=True, kw_only=True):
     """A copy of a server's share. Body: its tensors."""
 
     entries: list[tuple[str, str, tuple[int, ...]]]
-    notes: bytes
+    notes: ShareNotes
     position: int  # records that are in it
 
 
@@ -506,6 +498,7 @@ Reply = (
     | Result
     | Copied
     | Tensors
+    | BooksRead
     | SquaredNorm
     | Listed
     | Described

@@ -11,9 +11,12 @@ from collections.abc import Iterable
 import msgspec
 import torch
 
+from paceline.central.chief.tasks import TaskKey
 from paceline.central.chief.tickets import Close
 from paceline.central.shards import Option
 from paceline.rules import Rule
+
+ChapterShape = tuple[int, int, int]  # length, batch size, samples left out
 
 
 class Record(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, kw_only=True):
@@ -51,13 +54,13 @@ class Made(Record, frozen=True, kw_only=True):
     close: Close
     options: list[dict[str, Option]]
     scale: float
-    chapter: tuple[int, int, int] | None = None  # on the chief: length, batch size, samples left out
+    chapter: ChapterShape | None = None  # on the chief
 
 
 class TaskResult(Record, frozen=True, kw_only=True):
     """A task is done."""
 
-    name: str
+    key: TaskKey
     values: list[float]
 
 
