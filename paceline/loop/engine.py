@@ -164,7 +164,10 @@ class Engine(Protocol):
     gradients_ready: Callable[[], None] | None  # called on the one in charge when a step's gradients are complete
     in_step: bool  # all replicas are at the same place of the script
     at_once: int  # replicas that this process is
-    servers: ServersControl | None
+
+    @property
+    def servers(self) -> ServersControl | None:
+        """The servers that own the parameters, if any do."""
 
     @property
     def in_charge(self) -> bool:

@@ -93,10 +93,13 @@ class LockstepEngine:
 
     in_step = True
     at_once = 1
-    servers: ServersControl | None = None
     joining = False
     gradients_ready: Callable[[], None] | None = None
     state_for_joining: Callable[[], RunState]
+
+    @property
+    def servers(self) -> ServersControl | None:
+        return None
 
     def share(self) -> Share:
         """Returns this replica's share of the next step, if nobody dies before."""

@@ -48,8 +48,8 @@ class ScriptPosition:
         return self.ledger is not None and (self._epochs, 0) < (self.ledger.epoch, self.ledger.position)
 
     def turn_to(self, asked: Ledger, epochs: int) -> tuple[Ledger, int] | None:
-        """Notes that the script calls `batches` for `epochs` epochs of `asked`. Returns the ledger to use, and the epoch
-        to stop at; None if all of that lies behind."""
+        """Notes that the script calls `batches` for `epochs` epochs of `asked`. Returns the ledger to use, and the
+        epoch to stop at; None if all of that lies behind."""
         current = self.ledger
         same = current is not None and all(getattr(current, name) == getattr(asked, name) for name in _SAME)
         if not same:

@@ -1,8 +1,8 @@
 """A replica that was started again takes part in the run in progress.
 
-It opens the arena of the living, says on the board that it is ready, and waits. The first member of the next step writes
-the run's state into the arena and admits it from the next op on, before arriving. All read that after the step has
-closed, so all agree on the first op in which the newcomer takes part.
+It opens the arena of the living, says on the board that it is ready, and waits. The first member of the next step
+writes the run's state into the arena and admits it from the next op on, before arriving. All read that after the step
+has closed, so all agree on the first op in which the newcomer takes part.
 """
 
 from __future__ import annotations

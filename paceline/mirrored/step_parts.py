@@ -1,4 +1,4 @@
-"""What takes part in a step of mirrored replicas, one thing each, in the order in which they stand in the engine's list.
+"""What takes part in a step of mirrored replicas, one thing each, in the order of the engine's list.
 
 begin ── forward, backward ── computed ── arrive ┃ decided ── norm ── update ── closed
                                                  ┃

@@ -53,7 +53,7 @@ def together(trainer: pl.Trainer) -> None:
 
 
 def books(trainer: pl.Trainer) -> Books:
-    return trainer._course._engine.books()  # type: ignore[attr-defined]
+    return trainer._loop.engine.books()  # type: ignore[attr-defined]
 
 
 def told(trainer: pl.Trainer, **more: Any) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def as_typed() -> dict[str, Any]:
     together(trainer)
     epochs = []
     for batch in trainer.batches(X, 4, epochs=3):
-        epochs.append(trainer._course._held.ticket.epoch)  # type: ignore[attr-defined]
+        epochs.append(trainer._loop._drawn.batches[0].work.assignment.epoch)  # type: ignore[attr-defined]
         trainer.step(batch)
     return told(trainer, at=model.at.item(), epochs=epochs)
 

@@ -17,8 +17,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import paceline as pl
-from paceline.central.replica.in_graph import ReplicaBatches
-from paceline.loop.passes import MicroBatches
+from paceline.loop.batch import MicroBatches, ReplicaBatches
 from paceline.rules import Async, Rule, Sync
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))

@@ -90,7 +90,7 @@ def train(
 ) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     trainer = pl.Trainer(model, optimizer, loss, accumulate=accumulate)
-    engine: Any = trainer._course._engine  # type: ignore[attr-defined]
+    engine: Any = trainer._loop.engine  # type: ignore[attr-defined]
     client = getattr(engine, "client", None)
     ahead = client.rows.ahead if client is not None else None
     losses, guessed, steps = [], 0, 0

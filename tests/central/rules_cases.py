@@ -42,7 +42,7 @@ class Fleet:
         return model(x).square().mean()  # type: ignore[no-any-return]
 
     def train(self, data: torch.Tensor, batch_size: int, epochs: int = 1, dies_after: int = 0) -> None:
-        client = self.trainer._course._engine.client  # type: ignore[attr-defined]
+        client = self.trainer._loop.engine.client  # type: ignore[attr-defined]
         report = client.report
 
         def watched(*given: Any) -> Any:
@@ -53,7 +53,7 @@ class Fleet:
 
         client.report = watched
         for batch in self.trainer.batches(data, batch_size, epochs=epochs):
-            self.needed.append(self.trainer._course._held.ticket.needed)  # type: ignore[attr-defined]
+            self.needed.append(self.trainer._loop._drawn.batches[0].work.assignment.needed)  # type: ignore[attr-defined]
             self.trainer.step(batch)
             if len(self.needed) == dies_after and self.trainer.replica == DIES:
                 os.kill(os.getpid(), signal.SIGKILL)

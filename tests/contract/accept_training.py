@@ -44,7 +44,7 @@ def main() -> None:
         return loss(model, batch)
 
     trainer = pl.Trainer(model, optimizer, slow_at_times, scheduler=scheduler, clip_norm=CLIP)
-    client: Any = trainer._course._engine.client  # type: ignore[attr-defined]
+    client: Any = trainer._loop.engine.client  # type: ignore[attr-defined]
     report, answers = client.report, []
 
     def watched(*given: Any) -> Any:

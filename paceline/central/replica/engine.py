@@ -175,7 +175,7 @@ class CentralizedEngine:
         return [answer]
 
     def ask_for(self, client: Client, chapter: Chapter, *, at_once: bool = False) -> Ticket | Ended | Waiting:
-        """Returns the same for one of several clients of this process; `at_once`: also if there is nothing to do yet."""
+        """Returns the same for one of several clients of this process; `at_once`: even if there is nothing to do."""
         ledger = chapter.ledger
         assert ledger.length is not None
         if self._board is not None and self._board.host_get(HostWord.STOP_REQUESTED):
