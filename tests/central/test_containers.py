@@ -103,8 +103,8 @@ def training(
 ) -> Iterator[pl.Trainer]:
     """The trainer of a run that has come to the servers."""
     place = Place(
-        replica=0,
-        replicas=1,
+        row=0,
+        rows=1,
         strategy=Centralized(replicas=replicas, servers=2, rule=rule),
         servers=ServersPlace(
             addresses=servers.addresses, container=container, token_folder=str(servers.folder), run=run
@@ -170,8 +170,8 @@ class Steady(nn.Module):
 
 def test_a_version_read_while_training_goes_on_is_of_one_step(servers: Servers) -> None:
     place = Place(
-        replica=0,
-        replicas=1,
+        row=0,
+        rows=1,
         strategy=Centralized(servers=2, rule=Async()),
         servers=ServersPlace(addresses=servers.addresses, container="steady", token_folder=str(servers.folder)),
     )
