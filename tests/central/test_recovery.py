@@ -14,10 +14,11 @@ from torch import nn
 
 from paceline.central.chief.tasks import EvaluationTask
 from paceline.central.container.container import Container
-from paceline.central.container.steps import ContainerTraining
-from paceline.central.durability.journal import Journal
+from paceline.central.container.journal import Journal
+from paceline.central.container.training import ContainerTraining, Share
+from paceline.central.durability.log_journal import LogJournal
 from paceline.central.durability.recovery import keep, recover
-from paceline.central.durability.snapshot import waiting
+from paceline.central.durability.snapshot import save, waiting
 from paceline.central.shards import describe, plain_options
 from paceline.central.tables.tables import Rows, TableSpec
 from paceline.central.wire.protocol import Ask, Report, Settled, Task, TaskDone, Ticket
@@ -48,30 +49,39 @@ class Training:
         spec = describe(named, self.optimizer, self.servers, [TABLE] if tables else [])
         settings = Settings(replicas=2, rule=rule, durability=self.durability, timeout_s=self.timeout_s)
         self.folder = folder
-        self.container = Container(self.name, spec, 0, settings)
-        self.steps = ContainerTraining(self.container, [])
+        container = Container(self.name, spec, 0, settings)
+        self.share = Share(container, ContainerTraining(container, []))
         self.keep(**how)
-        self.steps.describe([("mean", torch.zeros(3)), ("count", torch.zeros((), dtype=torch.int64))], [])
+        self.training.state.describe([("mean", torch.zeros(3)), ("count", torch.zeros((), dtype=torch.int64))], [])
         self.chance = torch.Generator().manual_seed(3)
         self.container.arena.parameters.view(torch.float32).normal_(generator=self.chance)
         self.container.fill()
-        self.steps.save(wait=True)
-        assert self.container.journal is not None
+        save(self.share, wait=True)
         self.container.journal.flush()
         for replica in range(2):
             self.join(replica)
         self.mean = 0.0
 
+    @property
+    def container(self) -> Container:
+        return self.share.container
+
+    @property
+    def training(self) -> ContainerTraining:
+        assert self.share.training is not None
+        return self.share.training
+
     def keep(self, **how: Any) -> None:
-        keep(self.container, self.folder)
+        keep(self.share, self.folder)
         journal = self.container.journal
-        assert journal is not None
+        assert isinstance(journal, LogJournal)
         if how:
-            self.container.journal = Journal(journal.folder, **how)
+            self.container.journal = LogJournal(journal.folder, **how)
+            self.container.journal.renew = journal.renew
 
     def join(self, replica: int, incarnation: int = 1) -> None:
         self.container.admit(replica, incarnation)
-        self.steps.join(replica, incarnation)
+        self.training.presence.join(replica, incarnation)
 
     def ask(self, replica: int) -> Ticket:
         if isinstance(self.container.settings.rule, Async):
@@ -79,7 +89,7 @@ class Training:
         request = Ask(
             container="", replica=replica, incarnation=1, chapter=0, length=40, batch_size=4, left_out=0, stop_epoch=9
         )
-        answer = self.steps.ask(request)
+        answer = self.training.ask(request)
         assert isinstance(answer, Ticket)
         return answer
 
@@ -111,7 +121,7 @@ class Training:
             loss=0.5,
             options=[plain_options(group) for group in self.optimizer.param_groups],
         )
-        answer = self.steps.report(request, buffers)
+        answer = self.training.report(request, buffers)
         assert isinstance(answer, Settled)
         return answer
 
@@ -128,17 +138,14 @@ class Training:
         copy = self.container.copy()
         tables = [(bits(table.weight), {k: bits(v) for k, v in table.state.items()}) for table in copy.tables]
         optimizer = {slot: {k: bits(torch.as_tensor(v)) for k, v in of.items()} for slot, of in copy.state.items()}
-        buffers = [tensor.tolist() for _, tensor in self.steps.buffers.tensors]
-        books = msgspec.structs.replace(self.steps.books(), next_ticket=0)
-        return [copy.step, bits(copy.parameters), optimizer, tables, buffers, books, self.steps.chief.rule]
+        buffers = [tensor.tolist() for _, tensor in self.training.state.buffers.tensors]
+        books = msgspec.structs.replace(self.training.state.books(), next_ticket=0)
+        return [copy.step, bits(copy.parameters), optimizer, tables, buffers, books, self.training.state.chief.rule]
 
     def killed(self) -> None:
         """All that is left is on disk: go on from there."""
-        found = list(recover(self.folder, lambda addresses, timeout_s: []))
-        assert len(found) == 1
-        self.container, steps = found[0]
-        assert steps is not None
-        self.steps = steps
+        (self.share,) = recover(self.folder, lambda addresses, timeout_s: [])
+        keep(self.share, self.folder)
 
 
 def bits(tensor: torch.Tensor) -> int:
@@ -165,7 +172,7 @@ def test_every_bit_comes_back(tmp_path: Path, optimizer: str, *, tables: bool) -
 def test_corrections_for_staleness_come_out_the_same(tmp_path: Path) -> None:
     training = Training(tmp_path, Async(stale="compensate:0.5"))
     training.train(5)
-    assert training.steps.chief.staleness[1] == 5
+    assert training.training.state.chief.staleness[1] == 5
     killed_at_once(training)
 
 
@@ -178,7 +185,7 @@ def test_what_corrected_one_step_does_not_correct_the_next(tmp_path: Path) -> No
     for replica, ticket in ((0, first), (1, second)):
         training.push(replica, ticket)
         training.report(replica, ticket)
-    assert training.steps.chief.staleness[1] == 3
+    assert training.training.state.chief.staleness[1] == 3
     killed_at_once(training)
 
 
@@ -196,7 +203,7 @@ def test_snapshots_in_between_change_nothing(tmp_path: Path) -> None:
     training = Training(tmp_path, Async(), log_steps=3)
     training.train(8)
     journal = training.container.journal
-    assert isinstance(journal, Journal)
+    assert isinstance(journal, LogJournal)
     journal.close()  # threads of one that was killed would not go on either
     killed_at_once(training)
     assert len(list(journal.folder.glob("*"))) == 2
@@ -209,7 +216,7 @@ def test_a_gradient_that_waits_is_there_again_also_over_a_snapshot(tmp_path: Pat
         ticket = training.ask(1)
         training.push(1, ticket)
         if snapshot:
-            training.steps.save(wait=True)
+            save(training.share, wait=True)
         gradient = training.container.arena.gradients[1].clone()
         ((pushed, rows),) = waiting(training.container)
         training.killed()
@@ -237,14 +244,14 @@ def test_a_ticket_is_accepted_once_and_the_answer_is_not_forgotten(tmp_path: Pat
 def test_results_rules_and_members_come_back(tmp_path: Path) -> None:
     training = Training(tmp_path, Sync())
     who = {"container": "", "replica": 0, "incarnation": 1, "key": EvaluationTask(EvaluationKey(0, 1, 0, 0))}
-    training.steps.leave(1, 1)
-    training.steps.task(Task(**who, length=1))  # type: ignore[arg-type]
-    training.steps.task_done(TaskDone(**who, part=0, values=[2.5]))  # type: ignore[arg-type]
-    training.steps.set_rule(Async(bound=2))
+    training.training.leave(1, 1)
+    training.training.task(Task(**who, length=1))  # type: ignore[arg-type]
+    training.training.task_done(TaskDone(**who, part=0, values=[2.5]))  # type: ignore[arg-type]
+    training.training.set_rule(Async(bound=2))
     training.killed()
-    assert training.steps.members == [0]
-    assert training.steps.chief.rule == Async(bound=2)
-    assert training.steps.chief.tasks.results[EvaluationTask(EvaluationKey(0, 1, 0, 0))] == [2.5]
+    assert training.training.presence.members == [0]
+    assert training.training.state.chief.rule == Async(bound=2)
+    assert training.training.state.chief.tasks.results[EvaluationTask(EvaluationKey(0, 1, 0, 0))] == [2.5]
 
 
 def test_a_process_that_was_followed_by_another_is_not_listened_to(tmp_path: Path) -> None:
@@ -267,14 +274,14 @@ def test_a_log_without_its_gradients_is_refused(tmp_path: Path) -> None:
     training = Training(tmp_path, Async())
     training.train(2)
     journal = training.container.journal
-    assert isinstance(journal, Journal)
+    assert isinstance(journal, LogJournal)
     journal.append(Pushed(replica=0, incarnation=1, ticket=99, untouched=[]), [memoryview(b"short")])
     with pytest.raises(CheckpointError, match="5 bytes instead of"):
         training.killed()
 
 
 def test_durability_without_a_folder_is_one_sentence(tmp_path: Path) -> None:
-    container = Training(tmp_path, Async()).container
-    container.journal = None
+    share = Training(tmp_path, Async()).share
+    share.container.journal = Journal()
     with pytest.raises(PacelineError, match="this server has no folder"):
-        keep(container, None)
+        keep(share, None)

@@ -23,7 +23,7 @@ from paceline.central.durability import peer_journal
 from paceline.central.durability.backup import Backup, KeptShare
 from paceline.central.durability.peer_journal import Link, PeerJournal
 from paceline.central.durability.recovery import keep, recover
-from paceline.central.durability.snapshot import waiting, whole
+from paceline.central.durability.snapshot import save, waiting, whole
 from paceline.central.server.server import Server
 from paceline.central.shards import plain_options
 from paceline.central.wire import protocol as p
@@ -45,7 +45,7 @@ class Next:
         self._thread.start()
 
     def forgets(self) -> None:
-        self.server.keeper = Backup()
+        self.server.backup = Backup()
 
     def close(self) -> None:
         self.server.stop()
@@ -63,8 +63,7 @@ class Kept(Training):
     def keep(self, **how: Any) -> None:
         self.said: list[str] = []
         self.container.addresses = ["127.0.0.1:1", self.address]
-        keep(self.container, self.folder, self.connect, self.said.append)
-        self.journal.renew = lambda: self.steps.save(wait=False)
+        keep(self.share, self.folder, self.connect, self.said.append)
 
     @property
     def journal(self) -> PeerJournal:
@@ -76,10 +75,8 @@ class Kept(Training):
 
     def killed(self) -> None:
         """All that is left is with the other server: go on from there."""
-        ((self.container, steps),) = recover(self.folder, lambda *_: [], self.connect, self.said.append)
-        assert steps is not None
-        self.steps = steps
-        self.journal.renew = lambda: self.steps.save(wait=False)
+        (self.share,) = recover(self.folder, lambda *_: [], self.connect, self.said.append)
+        keep(self.share, self.folder, self.connect, self.said.append)
 
 
 @pytest.fixture
@@ -110,7 +107,7 @@ def test_every_bit_comes_back(train: Callable[..., Kept], rule: str, optimizer: 
     training.train(4)
     killed_at_once(training)
     training.train(3)
-    training.steps.set_rule(Async(bound=2))
+    training.training.set_rule(Async(bound=2))
     killed_at_once(training)
     killed_at_once(training)
     assert training.container.step == 14
@@ -141,7 +138,7 @@ def test_a_copy_that_was_lost_is_sent_again_before_a_push_is_acknowledged(
     next_one.forgets()
     ticket = training.ask(0)
     training.push(0, ticket)
-    assert next_one.server.keeper.held == [("main", 0)]
+    assert next_one.server.backup.held == [("main", 0)]
     assert [line.split(":")[0] for line in training.said] == [
         "server 1 was lost, or started again",
         "a copy of server 0's share of container 'main' is on server 1 again",
@@ -160,7 +157,7 @@ def test_a_copy_that_was_lost_is_sent_again_also_when_nobody_pushes(
     next_one.forgets()
     monkeypatch.setattr(peer_journal, "ASK_EVERY_S", 0.0)
     end = time.monotonic() + 20
-    while not next_one.server.keeper.held:
+    while not next_one.server.backup.held:
         training.journal.look()  # as the server does
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -185,7 +182,7 @@ def test_a_step_that_was_decided_is_not_forgotten_by_a_new_copy(
         scale=1.0,
         chapter=(40, 4, 0),
     )
-    buffers = [memoryview(bytes(part)) for part in training.steps.buffers.packed()]
+    buffers = [memoryview(bytes(part)) for part in training.training.state.buffers.packed()]
     if lost == "before":
         next_one.forgets()
     training.container.note(made, buffers)
@@ -197,7 +194,7 @@ def test_a_step_that_was_decided_is_not_forgotten_by_a_new_copy(
     training.container.apply(close, made.options, noted=True)
     expected = training.container.copy()
     training.killed()
-    assert training.container.step == training.steps.chief.step == close.step + 1
+    assert training.container.step == training.training.state.chief.step == close.step + 1
     assert torch.equal(training.container.arena.parameters, expected.parameters)
 
 
@@ -205,7 +202,7 @@ def test_a_step_that_was_made_is_not_made_again_after_a_checkpoint_was_loaded(tr
     training = train(Async())
     training.train(2)
     training.container.fill(3)  # as a checkpoint of one step before
-    training.steps.save(wait=True)
+    save(training.share, wait=True)
     training.journal.flush()
     training.killed()
     assert training.container.step == 3
@@ -233,7 +230,7 @@ def test_the_last_step_comes_back_for_servers_that_may_lack_it(train: Callable[.
     training = train(Async())
     training.train(2)
     training.killed()
-    last = training.steps.whole()[1].last
+    last = training.training.state.whole()[1].last
     assert last is not None
     assert last.close.step == 3
 
@@ -251,9 +248,7 @@ def test_a_process_that_was_followed_by_another_cannot_write(train: Callable[...
     with pytest.raises(PacelineError, match="server 0 was started again since: this process no longer takes part"):
         stale.flush()
     with stale.lock:
-        tensors, notes = whole(training.container)
-        more, chief = training.steps.whole()
-        stale.snapshot({**tensors, **more}, msgspec.structs.replace(notes, chief=chief), wait=True)
+        stale.snapshot(*whole(training.share), wait=True)
     with pytest.raises(PacelineError):
         stale.flush()
     training.killed()
@@ -304,9 +299,9 @@ def test_a_wait_for_the_other_server_ends_and_says_who_waits_for_whom(tmp_path: 
 
 def test_a_container_that_is_dropped_leaves_no_copy(train: Callable[..., Kept], next_one: Next) -> None:
     training = train(Async())
-    assert next_one.server.keeper.held
+    assert next_one.server.backup.held
     training.journal.remove()
-    assert not next_one.server.keeper.held
+    assert not next_one.server.backup.held
     assert not list(training.folder.iterdir())
 
 

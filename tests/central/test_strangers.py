@@ -28,9 +28,10 @@ from paceline.central.chief.tasks import EvaluationTask
 from paceline.central.chief.tickets import Accepted, Close
 from paceline.central.client.client import Client, ServerAddresses
 from paceline.central.client.reader import Reader
-from paceline.central.container import steps as steps_module
+from paceline.central.container import presence as presence_module
+from paceline.central.container import training as training_module
 from paceline.central.container.container import Container
-from paceline.central.container.steps import ContainerTraining
+from paceline.central.container.training import ContainerTraining, Share
 from paceline.central.durability.snapshot import whole
 from paceline.central.server import server as server_module
 from paceline.central.server.server import Server
@@ -435,9 +436,9 @@ def kept(named: list[tuple[str, nn.Parameter, int]], optimizer: torch.optim.Opti
     spec = describe(named, optimizer, 2, [TableSpec("rows", 10, 4, 0, True)])
     container = Container("fuzz", spec, 0, Settings(replicas=2, durability="replica"))
     container.addresses = ["127.0.0.1:1", "127.0.0.1:2"]
-    steps = ContainerTraining(container, [])
-    steps.chief.begin(0, 8, 4, 0)
-    tensors, notes = whole(container)
+    training = ContainerTraining(container, [])
+    training.state.chief.begin(0, 8, 4, 0)
+    tensors, notes = whole(Share(container, training))
     whose: dict[str, Any] = {"container": "fuzz", "server": 0, "incarnation": 5}
     close = Close(0, 0, 4, 0.5, [Accepted(1, 0, 1.0, 4, 0, 0, [(0, 4)])])
     records = [
@@ -450,8 +451,7 @@ def kept(named: list[tuple[str, nn.Parameter, int]], optimizer: torch.optim.Opti
         MembersChanged(members={0: 1}),
     ]
     lengths = [container.bytes + 8 + 16, 32, container.bytes, 0, 0, 0, 0]
-    of_chief = msgspec.structs.replace(notes, chief=steps.whole()[1])
-    snapshot = p.KeepWhole(**whose, entries=entries_of(tensors.items()), notes=of_chief)
+    snapshot = p.KeepWhole(**whose, entries=entries_of(tensors.items()), notes=notes)
     container.close()
     return [
         (snapshot, sum(tensor.nbytes for tensor in tensors.values())),
@@ -508,7 +508,7 @@ def nearly_sensible(draw: st.DrawFn, requests: list[tuple[Any, int]]) -> tuple[A
     return plain, draw(st.just(length) | st.just(length) | st.integers(0, 600))
 
 
-class Visitor:
+class FuzzSession:
     """A connection that has shown the token; made anew when the server has closed it."""
 
     def __init__(self, server: Running) -> None:
@@ -546,10 +546,11 @@ class Visitor:
 
 @pytest.mark.timeout(300)
 def test_no_request_brings_a_server_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps_module, "ANSWER_WITHIN_S", 0.01)
-    monkeypatch.setattr(steps_module, "GRACE_S", 0.01)
+    monkeypatch.setattr(training_module, "ANSWER_WITHIN_S", 0.01)
+    for module in (training_module, presence_module):
+        monkeypatch.setattr(module, "GRACE_S", 0.01)
     process = psutil.Process()
-    with running() as server, contextlib.closing(Visitor(server)) as visitor:
+    with running() as server, contextlib.closing(FuzzSession(server)) as session:
         model = Model()
         client = Client(
             model,
@@ -570,9 +571,9 @@ def test_no_request_brings_a_server_down(monkeypatch: pytest.MonkeyPatch) -> Non
         @given(st.integers(0, len(known)), st.lists(wrong_ones | almost_right, max_size=5))
         def wrong(begin: int, requests: list[tuple[Any, int]]) -> None:
             for request, length in [*known[:begin], *requests]:
-                visitor.ask(msgspec.msgpack.encode(request), bytes(length))
+                session.ask(msgspec.msgpack.encode(request), bytes(length))
             for name in ("fuzz", "copied"):
-                visitor.ask(msgspec.msgpack.encode(p.Drop(container=name, force=True)), b"")
+                session.ask(msgspec.msgpack.encode(p.Drop(container=name, force=True)), b"")
             with Reader([server.address], token=TOKEN) as reader:
                 assert "untouched" in [listed.name for listed in reader.listing()]
 

@@ -13,13 +13,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from paceline.central.container.bounds import check_count, check_notes, check_record
-from paceline.central.container.container import Container
-from paceline.central.container.steps import ContainerTraining
-from paceline.central.durability.recovery import again, rebuilt
-from paceline.central.durability.snapshot import Tensors, whole
+from paceline.central.container.training import Share
+from paceline.central.durability.recovery import rebuilt
+from paceline.central.durability.snapshot import Tensors, again, whole
 from paceline.central.wire.notes import ShareNotes
 from paceline.central.wire.protocol import Done, Fetch, Forget, Keep, KeepWhole, Missing
 from paceline.central.wire.records import AnyRecord
@@ -31,11 +28,11 @@ NO_RECORD = (ValueError, TypeError, KeyError, AttributeError, IndexError, Recurs
 class KeptShare:
     """One server's share of one container."""
 
-    def __init__(self, incarnation: int, container: Container, steps: ContainerTraining | None) -> None:
+    def __init__(self, incarnation: int, share: Share) -> None:
         self.lock = threading.Lock()  # guards all below
         self.incarnation = incarnation
         self.position = 0  # records that are here
-        self._container, self._steps = container, steps
+        self._share = share
         self._pending: list[tuple[AnyRecord, memoryview]] = []  # acknowledged, and to be gone through
         self._broken: str | None = None
 
@@ -52,7 +49,7 @@ class KeptShare:
             if self._broken is not None or request.position > self.position:
                 return False
             for record in request.records:
-                check_record(record, self._container)
+                check_record(record, self._share.container)
             start, fresh = 0, self.position - request.position  # an answer may have been lost on the way
             for number, (record, size) in enumerate(zip(request.records, request.lengths, strict=True)):
                 if number >= fresh:
@@ -68,7 +65,7 @@ class KeptShare:
     def _settle(self) -> None:
         try:
             for record, body in self._pending:
-                again(self._container, self._steps, record, body)
+                again(self._share, record, body)
         except (PacelineError, *NO_RECORD) as error:
             self._broken = str(error)  # its server sends a new one
         self._pending = []
@@ -80,17 +77,13 @@ class KeptShare:
             self._settle()
             if self._broken is not None:
                 return None
-            tensors, notes = whole(self._container)
-            if self._steps is not None:
-                more, chief = self._steps.whole()
-                tensors, notes = {**tensors, **more}, msgspec.structs.replace(notes, chief=chief)
-            return tensors, notes, self.position
+            return *whole(self._share), self.position
 
     def close(self) -> None:
         with self.lock:
             self._broken = "it was forgotten"
             self._pending = []
-            self._container.close()
+            self._share.close()
 
 
 class Backup:
@@ -108,10 +101,10 @@ class Backup:
         """A copy, in the place of what was there."""
         try:
             check_notes(request.notes, request.container, request.server)
-            container, steps = rebuilt(tensors, request.notes, lambda addresses, timeout_s: [])
+            share = rebuilt(tensors, request.notes, lambda addresses, timeout_s: [])
         except NO_RECORD as error:
             raise PacelineError(f"this is no copy of a container ({type(error).__name__}: {error})") from error
-        copy, key = KeptShare(request.incarnation, container, steps), (request.container, request.server)
+        copy, key = KeptShare(request.incarnation, share), (request.container, request.server)
         with self._lock:
             old = self._copies.get(key)
             if old is not None:

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from paceline.central.container.journal import Journal
 from paceline.central.wire.connection import Connection
 from paceline.central.wire.notes import ShareNotes
 from paceline.central.wire.protocol import Done, Forget, Keep, KeepWhole, Missing
@@ -114,16 +115,19 @@ class _Item:
         return sum(part.nbytes for part in self.body)
 
 
-class PeerJournal:
-    """The journal of one container on one server, kept by the next one."""
+class PeerJournal(Journal):
+    """The journal of one container on one server, kept by the next one. A snapshot is never due: a copy does not grow.
 
-    due = False  # what is kept does not grow
+    When the other side has lost its copy, `renew` has it sent again.
+    """
+
+    keeps = True
 
     def __init__(self, folder: Path, kept_by: KeptBy, connect: Connect, say: Say) -> None:
+        super().__init__()
         self.folder = folder
-        self.lock = threading.RLock()  # held while something is written, and while a snapshot is taken
+        self.lock = threading.RLock()
         self.begun = False
-        self.renew: Callable[[], None] = lambda: None  # has a snapshot taken, when the other side has lost its copy
         self._kept_by = kept_by
         self._connect, self._say = connect, say
         self._turn = threading.Condition()  # guards all below

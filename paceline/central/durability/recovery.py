@@ -14,20 +14,20 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
 import torch
 
 from paceline.central.container.container import Container
-from paceline.central.container.steps import ContainerTraining
-from paceline.central.durability import snapshot as keeping
-from paceline.central.durability.journal import Journal
+from paceline.central.container.training import ContainerTraining, Share
+from paceline.central.durability.log_journal import LogJournal
 from paceline.central.durability.peer_journal import NOTE, Connect, KeptBy, PeerJournal, Say
+from paceline.central.durability.snapshot import again, load, save
 from paceline.central.wire.connection import Connection
 from paceline.central.wire.notes import ShareNotes
 from paceline.central.wire.protocol import Fetch, Kept, Missing
-from paceline.central.wire.records import AnyRecord, Body, Made, MembersChanged, RuleSet, TaskResult
 from paceline.central.wire.tensor_bytes import named_tensors
 from paceline.errors import PacelineError
 
@@ -36,55 +36,54 @@ LOG, REPLICA = "log", "replica"  # durabilities
 ToOthers = Callable[[Sequence[str], float], Sequence[Connection]]  # a chief's: addresses, timeout_s
 
 
-def keep(container: Container, folder: Path | None, connect: Connect | None = None, say: Say = print) -> None:
-    """Give a new container a journal, if it is to have one."""
-    durability, journal = container.settings.durability, container.journal
-    if isinstance(journal, PeerJournal):
-        journal.move(container.addresses)
-    if durability not in (LOG, REPLICA) or journal is not None:
-        return
-    if folder is None:
-        raise PacelineError(f"durability is {durability!r}: this server has no folder for it; start it with --dir")
-    path = folder / quote(container.name, safe="")
-    if durability == LOG:
-        container.journal = Journal(path)
-        container.journal.container_bytes = container.bytes
-    else:
-        assert connect is not None
-        kept_by = KeptBy(
-            container.name, container.server, container.addresses, container.settings.timeout_s, time.time_ns()
-        )
-        container.journal = PeerJournal(path, kept_by, connect, say)
+def keep(share: Share, folder: Path | None, connect: Connect | None = None, say: Say = print) -> None:
+    """Give a share a journal, if it is to have one."""
+    container = share.container
+    container.journal.move(container.addresses)
+    durability = container.settings.durability
+    if durability in (LOG, REPLICA) and not container.journal.keeps:
+        if folder is None:
+            raise PacelineError(f"durability is {durability!r}: this server has no folder for it; start it with --dir")
+        path = folder / quote(container.name, safe="")
+        if durability == LOG:
+            container.journal = LogJournal(path, container_bytes=container.bytes)
+        else:
+            assert connect is not None
+            kept_by = KeptBy(
+                container.name, container.server, container.addresses, container.settings.timeout_s, time.time_ns()
+            )
+            container.journal = PeerJournal(path, kept_by, connect, say)
+    container.journal.renew = partial(save, share, wait=False)
 
 
-def recover(
-    folder: Path, to_others: ToOthers, connect: Connect | None = None, say: Say = print
-) -> Iterator[tuple[Container, ContainerTraining | None]]:
-    """Every container that has a journal in `folder`, or a note there where its copy is."""
+def recover(folder: Path, to_others: ToOthers, connect: Connect | None = None, say: Say = print) -> Iterator[Share]:
+    """Every share that has a journal in `folder`, or a note there where its copy is."""
     for path in sorted(folder.iterdir()) if folder.exists() else []:
         if (path / NOTE).exists():
             assert connect is not None
-            yield _fetch(path, to_others, connect, say)
-        elif (found := _recover(path, to_others)) is not None:
-            yield found
+            share: Share | None = _fetch(path, to_others, connect, say)
+        else:
+            share = _recover(path, to_others)
+        if share is not None:
+            if share.training is not None:
+                share.training.go_on()
+            yield share
 
 
-def _recover(folder: Path, to_others: ToOthers) -> tuple[Container, ContainerTraining | None] | None:
-    journal = Journal(folder)
+def _recover(folder: Path, to_others: ToOthers) -> Share | None:
+    journal = LogJournal(folder)
     read = journal.read_snapshot()
     if read is None:
         return None  # its process was killed before it had begun
-    container, steps = rebuilt(*read, to_others)
-    journal.container_bytes = container.bytes
+    share = rebuilt(*read, to_others)
+    journal.container_bytes = share.container.bytes
     for record, body in journal.records():
-        again(container, steps, record, body)
-    container.journal = journal
-    if steps is not None:
-        steps.go_on()
-    return container, steps
+        again(share, record, body)
+    share.container.journal = journal
+    return share
 
 
-def _fetch(folder: Path, to_others: ToOthers, connect: Connect, say: Say) -> tuple[Container, ContainerTraining | None]:
+def _fetch(folder: Path, to_others: ToOthers, connect: Connect, say: Say) -> Share:
     before = KeptBy.read(folder)
     kept_by = replace(before, incarnation=max(before.incarnation + 1, time.time_ns()))
     say(f"server {kept_by.server} takes its share of container {kept_by.container!r} back from server {kept_by.keeper}")
@@ -100,37 +99,25 @@ def _fetch(folder: Path, to_others: ToOthers, connect: Connect, say: Say) -> tup
             f"server {kept_by.keeper}, which had its copy, has ended as well; remove {folder}, and go on from a "
             "checkpoint"
         )
-    container, steps = rebuilt(named_tensors(kept.entries, body), kept.notes, to_others)
-    container.journal = PeerJournal(folder, kept_by, connect, say)
-    container.journal.resume(kept.position)
-    if steps is not None:
-        steps.go_on()
-    return container, steps
+    share = rebuilt(named_tensors(kept.entries, body), kept.notes, to_others)
+    journal = share.container.journal = PeerJournal(folder, kept_by, connect, say)
+    journal.resume(kept.position)
+    return share
 
 
-def rebuilt(
-    tensors: Mapping[str, torch.Tensor], notes: ShareNotes, to_others: ToOthers
-) -> tuple[Container, ContainerTraining | None]:
-    """A container as a snapshot says; on its chief also the training."""
+def rebuilt(tensors: Mapping[str, torch.Tensor], notes: ShareNotes, to_others: ToOthers) -> Share:
+    """A share as a snapshot says."""
     container = Container(notes.name, notes.spec, notes.server, notes.settings)
     try:
-        keeping.load(container, tensors, notes)
-        if notes.chief is None:
-            return container, None
-        # No ticket that the process before has handed out has such a number.
-        first_ticket = time.time_ns() // 1000
-        others = to_others(container.addresses, notes.settings.timeout_s)
-        steps = ContainerTraining(container, others, first_ticket=first_ticket)
-        steps.load(tensors, notes.chief)
-        return container, steps
+        training = None
+        if notes.chief is not None:
+            # No ticket that the process before has handed out has such a number.
+            first_ticket = time.time_ns() // 1000
+            others = to_others(notes.addresses, notes.settings.timeout_s)
+            training = ContainerTraining(container, others, first_ticket=first_ticket)
+        share = Share(container, training)
+        load(share, tensors, notes)
+        return share
     except BaseException:
         container.close()
         raise
-
-
-def again(container: Container, steps: ContainerTraining | None, record: AnyRecord, body: Body) -> None:
-    """What came after the snapshot, once more."""
-    if not isinstance(record, TaskResult | RuleSet | MembersChanged):
-        keeping.again(container, record, body)
-    if steps is not None and isinstance(record, Made | TaskResult | RuleSet | MembersChanged):
-        steps.again(record, body)

@@ -9,33 +9,44 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import msgspec
 import torch
 
-from paceline.central.container.container import Container, FrozenCopy, States
+from paceline.central.container.container import Container, FrozenCopy
+from paceline.central.container.step_maker import States
+from paceline.central.container.training import Share
 from paceline.central.tables.tables import Rows, TableCopy
-from paceline.central.wire.notes import ChiefNotes, ShareNotes
-from paceline.central.wire.records import Made, PulledCopy, Pushed, RowsPut, packed
+from paceline.central.wire.notes import ShareNotes
+from paceline.central.wire.records import (
+    AnyRecord,
+    Made,
+    MembersChanged,
+    PulledCopy,
+    Pushed,
+    RowsPut,
+    RuleSet,
+    TaskResult,
+    packed,
+)
 from paceline.errors import CheckpointError
 
 Tensors = dict[str, torch.Tensor]
 
 
-def save(container: Container, more: Mapping[str, torch.Tensor], chief: ChiefNotes | None, *, wait: bool) -> None:
-    """Have everything in a snapshot, and the journal go on from there. `more`, `chief`: what the chief adds."""
-    journal = container.journal
-    if journal is None:
-        return
-    with container.lock, journal.lock:
-        tensors, notes = whole(container)
-        journal.snapshot({**tensors, **more}, msgspec.structs.replace(notes, chief=chief), wait=wait)
+def save(share: Share, *, wait: bool) -> None:
+    """Have everything in a snapshot, and the journal go on from there."""
+    journal = share.container.journal
+    if journal.keeps:
+        with share.between_steps(), share.container.lock, journal.lock:
+            journal.snapshot(*whole(share), wait=wait)
 
 
-def whole(container: Container) -> tuple[Tensors, ShareNotes]:
+def whole(share: Share) -> tuple[Tensors, ShareNotes]:
     """A snapshot, in memory of its own."""
+    container = share.container
+    tensors, chief = share.training.state.whole() if share.training is not None else ({}, None)
     with container.lock:
-        copy = container.copy()
-        tensors, numbers = {"parameters": copy.parameters}, []
+        copy, numbers = container.copy(), []
+        tensors["parameters"] = copy.parameters
         for slot, state in copy.state.items():
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
@@ -62,6 +73,7 @@ def whole(container: Container) -> tuple[Tensors, ShareNotes]:
             waiting=held,
             incarnations=dict(container.incarnations),
             used=dict(container.used),
+            chief=chief,
         )
 
 
@@ -83,8 +95,9 @@ def waiting(container: Container) -> list[tuple[Pushed, list[Rows]]]:
     ]
 
 
-def load(container: Container, tensors: Mapping[str, torch.Tensor], notes: ShareNotes) -> None:
+def load(share: Share, tensors: Mapping[str, torch.Tensor], notes: ShareNotes) -> None:
     """Become what a snapshot says."""
+    container = share.container
     states: States = {}
     tables = [TableCopy(tensors[f"table/{n}/"], {}, steps) for n, steps in enumerate(notes.table_steps)]
     for name, tensor in tensors.items():
@@ -96,7 +109,7 @@ def load(container: Container, tensors: Mapping[str, torch.Tensor], notes: Share
             tables[int(number)].state[key] = tensor
     for slot, key, value in notes.numbers:
         states.setdefault(slot, {})[key] = value
-    container.check_states(states)
+    container.maker.check_states(states)
     container.take_over(FrozenCopy(0, notes.step, tensors["parameters"], states, tables))
     container.addresses = notes.addresses
     for replica, incarnation in notes.incarnations.items():
@@ -105,10 +118,13 @@ def load(container: Container, tensors: Mapping[str, torch.Tensor], notes: Share
     for pushed in notes.waiting:
         _push_again(container, pushed, packed([tensors[f"waiting/{pushed.replica}"]])[0])
     container.forget_pulled()
+    if share.training is not None and notes.chief is not None:
+        share.training.state.load(tensors, notes.chief)
 
 
-def again(container: Container, record: Pushed | PulledCopy | RowsPut | Made, body: memoryview) -> None:
+def again(share: Share, record: AnyRecord, body: memoryview) -> None:
     """What came after the snapshot, once more."""
+    container = share.container
     match record:
         case Pushed():
             _push_again(container, record, body)
@@ -123,6 +139,8 @@ def again(container: Container, record: Pushed | PulledCopy | RowsPut | Made, bo
         case Made():
             container.apply(record.close, record.options, record.scale, noted=True)
             container.forget_pulled()  # whatever corrects a step stands right before it
+    if share.training is not None and isinstance(record, Made | TaskResult | RuleSet | MembersChanged):
+        share.training.state.again(record, body)
 
 
 def _push_again(container: Container, pushed: Pushed, body: memoryview) -> None:

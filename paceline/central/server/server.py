@@ -14,7 +14,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -22,11 +21,11 @@ import msgspec
 from paceline import __version__
 from paceline.central.container.bounds import check_open
 from paceline.central.container.container import Container
-from paceline.central.container.steps import ContainerTraining
-from paceline.central.durability import snapshot as keeping
+from paceline.central.container.training import ContainerTraining, Share
 from paceline.central.durability.backup import Backup
-from paceline.central.durability.peer_journal import Link, PeerJournal
+from paceline.central.durability.peer_journal import Link
 from paceline.central.durability.recovery import keep, recover
+from paceline.central.durability.snapshot import save
 from paceline.central.server.session import Session
 from paceline.central.wire import protocol as p
 from paceline.central.wire.connection import Connection
@@ -59,10 +58,9 @@ class Server:
         self._folder = folder  # where logs of containers are kept
         self.say = say or (lambda line: print(line, file=sys.stderr, flush=True))
         self._lock = threading.Lock()  # guards all below
-        self._containers: dict[str, Container] = {}
-        self._steps: dict[str, ContainerTraining] = {}
+        self._shares: dict[str, Share] = {}  # by container
         self._making = threading.Lock()  # held while a container is made, which may take a while
-        self.keeper = Backup()  # of copies of other servers' shares
+        self.backup = Backup()  # copies of other servers' shares
         self.recovered = threading.Event()  # until then nobody is answered but other servers about copies
         self.recovered.set()
         self._failure: PacelineError | None = None
@@ -106,13 +104,9 @@ class Server:
     def close(self) -> None:
         """Let go of the containers, after the end."""
         with self._lock:
-            names = list(self._containers)
-        for name in names:
-            with self._lock:
-                container, steps = self._containers.pop(name), self._steps.pop(name, None)
-            if steps is not None:
-                steps.close()
-            container.close()
+            shares, self._shares = self._shares, {}
+        for share in shares.values():
+            share.close()
 
     def _look(self) -> None:
         while not self._ended.wait(LOOK_EVERY_S):
@@ -121,17 +115,16 @@ class Server:
     def _look_once(self) -> None:
         """By itself, so that between two looks nothing here holds on to a container that was dropped."""
         with self._lock:
-            trainings, containers = list(self._steps.values()), list(self._containers.values())
-        for steps in trainings:
-            steps.look_for_missing()
-        for container in containers:
-            if isinstance(container.journal, PeerJournal):
-                container.journal.look()
+            shares = list(self._shares.values())
+        for share in shares:
+            if share.training is not None:
+                share.training.look_for_missing()
+            share.container.journal.look()
 
     # ── one connection ───────────────────────────────────────────────────────────────────────────────────
 
     def _serve(self, connection: socket.socket, address: tuple[str, int]) -> None:
-        visitor: Session | None = None
+        session: Session | None = None
         known = False
         try:
             tune(connection)
@@ -142,8 +135,8 @@ class Server:
             with contextlib.closing(channel):
                 self._welcome(channel, secured)
                 known = self._no_stranger()
-                visitor = Session(self, channel)
-                visitor.serve()
+                session = Session(self, channel)
+                session.serve()
         except ConnectionLost as error:
             if not known:
                 self.say(f"a stranger at {address[0]}:{address[1]} has gone: {error}")
@@ -155,8 +148,8 @@ class Server:
             connection.close()
             if not known:
                 self._no_stranger()
-            if visitor is not None:
-                visitor.gone()
+            if session is not None:
+                session.gone()
 
     def _no_stranger(self) -> bool:
         with self._lock:
@@ -188,32 +181,34 @@ class Server:
 
     # ── containers ───────────────────────────────────────────────────────────────────────────────────────
 
-    def container(self, name: str) -> Container:
+    def share(self, name: str) -> Share:
         with self._lock:
-            if name not in self._containers:
-                there = ", ".join(sorted(self._containers)) or "none"
+            if name not in self._shares:
+                there = ", ".join(sorted(self._shares)) or "none"
                 raise PacelineError(f"container {name!r} does not exist on this server: there is {there}")
-            return self._containers[name]
+            return self._shares[name]
 
-    def steps(self, name: str) -> ContainerTraining:
-        with self._lock:
-            steps = self._steps.get(name)
-        if steps is None:
-            self.container(name)
+    def container(self, name: str) -> Container:
+        return self.share(name).container
+
+    def training(self, name: str) -> ContainerTraining:
+        """The training of a container whose chief this server is."""
+        training = self.share(name).training
+        if training is None:
             raise PacelineError(f"this server is not the chief of container {name!r}: ask its server 0")
-        return steps
+        return training
 
     def open(self, request: p.Open) -> Container:
+        """The container that a replica wants to train, which is made if it is not there."""
         check_open(request)
         with self._making:
             with self._lock:
-                container = self._containers.get(request.container)
-            if container is None:
+                share = self._shares.get(request.container)
+            if share is None:
                 container = Container(request.container, request.spec, request.server, request.settings)
-                container.addresses = request.addresses
-                self._keep(container)
-                self._add(container)
+                self._add(container, request.addresses)
                 return container
+        container = share.container
         if request.spec.servers != container.spec.servers:
             raise PacelineError(
                 f"container {request.container!r} is spread over {container.spec.servers} servers and not over "
@@ -230,57 +225,50 @@ class Server:
                 "the addresses in the order in which the container was made"
             )
         if request.settings.run != container.settings.run:
-            if request.server == 0:
-                peers = self._peers(request.addresses, request.settings.timeout_s)
-                self.steps(request.container).reopen(request.spec, request.settings, peers)
+            if share.training is not None:
+                others = self._others(request.addresses, request.settings.timeout_s)
+                share.training.reopen(request.spec, request.settings, others)
             else:
                 container.reopen(request.spec, request.settings)
             container.addresses = request.addresses
-            self._keep(container)
-            self.save(container)
+            self._keep(share)
+            self.save(request.container)
         return container
 
-    def _keep(self, container: Container) -> None:
-        keep(container, self._folder, self._to_keeper, self.say)
-        if isinstance(container.journal, PeerJournal):
-            container.journal.renew = partial(self._save, container, wait=False)
-
-    def save(self, container: Container) -> None:
-        """What was given from outside is in the container's journal, if it has one, before that is acknowledged."""
-        self._save(container, wait=True)
-        if container.journal is not None:
-            container.journal.flush()
-
-    def _save(self, container: Container, *, wait: bool) -> None:
+    def _add(self, container: Container, addresses: list[str]) -> Share:
+        container.addresses = addresses
+        training = None
+        if container.server == 0:
+            training = ContainerTraining(container, self._others(addresses, container.settings.timeout_s))
+        share = Share(container, training)
+        self._keep(share)
         with self._lock:
-            steps = self._steps.get(container.name)
-        if steps is not None:
-            steps.save(wait=wait)
-        else:
-            keeping.save(container, {}, None, wait=wait)
+            self._shares[container.name] = share
+        return share
+
+    def _keep(self, share: Share) -> None:
+        keep(share, self._folder, self._to_backup, self.say)
+
+    def save(self, name: str) -> None:
+        """What was given from outside is in the container's journal, if it has one, before that is acknowledged."""
+        share = self.share(name)
+        save(share, wait=True)
+        share.container.journal.flush()
 
     def _recover(self) -> None:
         try:
-            found = recover(self._folder, self._peers, self._to_keeper, self.say) if self._folder is not None else ()
-            for container, steps in found:
-                if steps is not None:
-                    self._steps[container.name] = steps
-                self._keep(container)
+            found = recover(self._folder, self._others, self._to_backup, self.say) if self._folder is not None else ()
+            for share in found:
+                self._keep(share)
                 with self._lock:
-                    self._containers[container.name] = container
+                    self._shares[share.container.name] = share
             self.recovered.set()
         except PacelineError as error:
             self._failure = error
             self.stop()
 
-    def _add(self, container: Container) -> None:
-        with self._lock:
-            self._containers[container.name] = container
-            if container.server == 0:
-                peers = self._peers(container.addresses, container.settings.timeout_s)
-                self._steps[container.name] = ContainerTraining(container, peers)
-
-    def _peers(self, addresses: Sequence[str], timeout_s: float) -> list[Connection]:
+    def _others(self, addresses: Sequence[str], timeout_s: float) -> list[Connection]:
+        """Connections to the servers of a container whose chief this one is."""
         how = {"token": self._token, "keys": self._keys, "who": "the chief", "timeout_s": timeout_s}
         return [
             Connection(address, name=f"server {number}", **how)  # type: ignore[arg-type]
@@ -288,106 +276,96 @@ class Server:
             if number
         ]
 
-    def _to_keeper(self, address: str, who: str, name: str, timeout_s: float) -> Link:
+    def _to_backup(self, address: str, who: str, name: str, timeout_s: float) -> Link:
         return Link(address, token=self._token, keys=self._keys, who=who, name=name, timeout_s=timeout_s)
 
     def drop(self, name: str, *, force: bool) -> None:
-        container = self.container(name)
-        with self._lock:
-            steps = self._steps.get(name)
-        if steps is not None and not force and steps.members:
+        share = self.share(name)
+        members = share.training.presence.members if share.training is not None else []
+        if members and not force:
             raise PacelineError(
-                f"container {name!r} is being trained, replicas {', '.join(map(str, steps.members))}: end that run "
+                f"container {name!r} is being trained, replicas {', '.join(map(str, members))}: end that run "
                 "first, or give --force"
             )
         with self._lock:
-            self._containers.pop(name, None)
-            self._steps.pop(name, None)
-        if steps is not None:
-            steps.close()
-        container.close()
-        if container.journal is not None:
-            container.journal.remove()
+            self._shares.pop(name, None)
+        share.close()
+        share.container.journal.remove()
 
     def copy(self, request: p.Copy) -> None:
         """Another container out of one: all of it if this is the chief, else this server's share."""
         check_container(request.to)
         with self._lock:
-            if request.to in self._containers:
+            if request.to in self._shares:
                 raise PacelineError(f"container {request.to!r} is there already: give another name, or drop it first")
         if request.number:
             self._take_over(request, request.number)
             return
-        steps = self.steps(request.container)
 
-        def drop() -> p.Done:
+        def drop() -> None:
             with contextlib.suppress(PacelineError):
                 self.drop(request.to, force=True)
-            return p.Done()
 
-        steps.copy(request.to, lambda number: self._take_over(request, number), drop)
+        closer = self.training(request.container).closer
+        closer.copy(request.to, lambda number: self._take_over(request, number), drop)
 
-    def _take_over(self, request: p.Copy, number: int) -> p.Done:
-        origin = self.container(request.container)
-        frozen = origin.frozen(number)
+    def _take_over(self, request: p.Copy, number: int) -> None:
+        origin = self.share(request.container)
+        held, frozen = origin.container, origin.container.frozen(number)
         with self._making:
-            settings = msgspec.structs.replace(origin.settings, run=f"copy of {request.container}")
-            container = Container(request.to, origin.spec, origin.server, settings)
+            settings = msgspec.structs.replace(held.settings, run=f"copy of {request.container}")
+            container = Container(request.to, held.spec, held.server, settings)
             container.take_over(frozen)
-            container.addresses = origin.addresses
-            self._keep(container)
-            with self._lock:
-                steps = self._steps.get(request.container)
-            self._add(container)
-        if steps is not None:
-            count = len(steps.buffers.tensors)
-            copy = self.steps(request.to)
+            copy = self._add(container, held.addresses)
+        if origin.training is not None and copy.training is not None and frozen.books is not None:
+            state = origin.training.state
+            count = len(state.buffers.tensors)
             extras = [(name, tensor.clone()) for name, tensor in frozen.extras]
-            copy.describe(extras[:count], extras[count:], steps.keys)
-            assert frozen.books is not None
-            copy.take_books(frozen.books)
-            copy.abandon()
-        self.save(container)
-        return p.Done()
+            copy.training.state.describe(extras[:count], extras[count:], state.keys)
+            copy.training.state.take_books(frozen.books)
+            copy.training.abandon()
+        self.save(request.to)
 
     def description(self, name: str) -> p.Described:
-        container = self.container(name)
-        with self._lock:
-            steps = self._steps.get(name)
+        share = self.share(name)
+        container, training = share.container, share.training
         described = p.Described(
             spec=container.spec, server=container.server, step=container.step, addresses=container.addresses
         )
-        if steps is None:
+        if training is None:
             return described
+        state = training.state
         return msgspec.structs.replace(
             described,
-            members=steps.members,
-            rule=steps.chief.rule,
-            accepting=steps.chief.accepting,
-            keys=steps.keys,
-            buffers=entries_of(steps.buffers.tensors),
-            frozen=entries_of(steps.frozen),
+            members=training.presence.members,
+            rule=state.chief.rule,
+            accepting=state.chief.accepting,
+            keys=state.keys,
+            buffers=entries_of(state.buffers.tensors),
+            frozen=entries_of(state.frozen),
         )
 
     def listing(self) -> list[p.Listing]:
         with self._lock:
-            containers, trainings = list(self._containers.values()), dict(self._steps)
-        found = []
-        for container in containers:
-            steps = trainings.get(container.name)
-            found.append(
-                p.Listing(
-                    name=container.name,
-                    step=container.step,
-                    bytes=container.bytes + sum(table.weight.nbytes for table in container.tables),
-                    tensors=len(container.spec.tensors) + len(container.spec.tables),
-                    optimizer=container.spec.optimizer.name,
-                    replicas=len(steps.members) if steps is not None else 0,
-                    rule=type(steps.chief.rule).__name__.lower() if steps is not None else "",
-                    loss=steps.chief.last.loss if steps is not None else 0.0,
-                )
-            )
-        return found
+            shares = list(self._shares.values())
+        return [_listed(share) for share in shares]
+
+
+def _listed(share: Share) -> p.Listing:
+    container, training = share.container, share.training
+    listing = p.Listing(
+        name=container.name,
+        step=container.step,
+        bytes=container.bytes + sum(table.weight.nbytes for table in container.tables),
+        tensors=len(container.spec.tensors) + len(container.spec.tables),
+        optimizer=container.spec.optimizer.name,
+    )
+    if training is None:
+        return listing
+    chief = training.state.chief
+    return msgspec.structs.replace(
+        listing, replicas=len(training.presence.members), rule=type(chief.rule).__name__.lower(), loss=chief.last.loss
+    )
 
 
 def _send_away(channel: Channel[p.Request], connection: socket.socket, sentence: str) -> None:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from paceline.central.container.bounds import check_books, check_count, check_place
-from paceline.central.container.container import Container, States
-from paceline.central.container.steps import ANSWER_WITHIN_S, ContainerTraining
-from paceline.central.durability import snapshot as keeping
+from paceline.central.container.container import Container
+from paceline.central.container.step_maker import States
+from paceline.central.container.training import ANSWER_WITHIN_S, ContainerTraining
 from paceline.central.shards import DTYPES
 from paceline.central.tables.tables import Rows
 from paceline.central.wire import protocol as p
@@ -60,9 +60,9 @@ class Session:
 
     def gone(self) -> None:
         if self._joined is not None:
-            steps, replica, incarnation = self._joined
+            training, replica, incarnation = self._joined
             # On one machine nothing but the end of a process ends a connection.
-            steps.lost(replica, incarnation, at_once=self._same_machine)
+            training.lost(replica, incarnation, at_once=self._same_machine)
 
     def serve(self) -> None:
         while True:
@@ -92,49 +92,43 @@ class Session:
         server = self._server
         match request:
             case p.Ask():
-                reply = server.steps(request.container).ask(request)
-                waiting = isinstance(reply, p.Waiting)
-                return Answer(reply, () if waiting else server.steps(request.container).buffers_now())
+                training = server.training(request.container)
+                reply = training.ask(request)
+                return Answer(reply, () if isinstance(reply, p.Waiting) else training.buffers_now())
             case p.Report():
-                steps, buffers = server.steps(request.container), self._channel.read_whole_body(SMALL_BODY_BYTES)
-                settled = steps.report(request, bytes(buffers))
+                training, buffers = server.training(request.container), self._channel.read_whole_body(SMALL_BODY_BYTES)
+                settled = training.report(request, bytes(buffers))
                 goes_on = isinstance(settled, p.Settled) and settled.next is not None
-                return Answer(settled, steps.buffers_now() if goes_on else ())
+                return Answer(settled, training.buffers_now() if goes_on else ())
             case p.GiveBack():
-                return Answer(server.steps(request.container).give_back(request))
+                server.training(request.container).give_back(request)
             case p.Push():
                 self._push(request)
-                return Answer(p.Done())
             case p.Pull():
                 return self._pull(request)
             case p.PullRows():
                 return self._pull_rows(request)
             case p.PutRows():
                 self._put_rows(request)
-                return Answer(p.Done())
             case p.Open():
                 return Answer(self._open(request))
             case p.Fill():
                 self._fill(request)
-                return Answer(p.Done())
             case p.Task():
-                return Answer(server.steps(request.container).task(request))
+                return Answer(server.training(request.container).task(request))
             case p.TaskDone():
-                return Answer(server.steps(request.container).task_done(request))
+                server.training(request.container).task_done(request)
             case p.Apply():
                 return Answer(self._apply(request))
             case p.Leave():
-                server.steps(request.container).leave(request.replica, request.incarnation)
-                return Answer(p.Done())
+                server.training(request.container).leave(request.replica, request.incarnation)
             case p.Stop():
-                server.steps(request.container).stop()
-                return Answer(p.Done())
+                server.training(request.container).stop()
             case p.SetRule():
-                server.steps(request.container).set_rule(request.rule)
-                return Answer(p.Done())
+                server.training(request.container).set_rule(request.rule)
             case p.ReadBuffers():
-                steps = server.steps(request.container)
-                tensors = steps.frozen if request.frozen else steps.buffers.tensors
+                state = server.training(request.container).state
+                tensors = state.frozen if request.frozen else state.buffers.tensors
                 return Answer(p.Tensors(entries=entries_of(tensors)), [bytes_of(tensor) for _, tensor in tensors])
             case p.Describe():
                 return Answer(server.description(request.container))
@@ -142,40 +136,37 @@ class Session:
                 if request.number:
                     step = server.container(request.container).freeze(request.number).step
                     return Answer(p.Copied(number=request.number, step=step))
-                return Answer(server.steps(request.container).freeze())
+                return Answer(server.training(request.container).closer.freeze())
             case p.ReadFrozen():
                 return self._frozen(request)
             case p.Thaw():
                 server.container(request.container).thaw(request.number)
-                return Answer(p.Done())
             case p.Restore():
                 self._restore(request)
-                return Answer(p.Done())
             case p.ReadBooks():
                 return Answer(self._books(request))
             case p.Containers():
                 return Answer(p.Listed(containers=server.listing()))
             case p.Drop():
                 server.drop(request.container, force=request.force)
-                return Answer(p.Done())
             case p.Copy():
                 server.copy(request)
-                return Answer(p.Done())
             case _:
                 raise PacelineError(f"{type(request).__name__} is not understood here")
+        return Answer(p.Done())
 
-    # ── opening and filling ──────────────────────────────────────────────────────────────────────────────
+    # ── opening, and initial values ──────────────────────────────────────────────────────────────────────
 
     def _open(self, request: p.Open) -> p.Opened:
         container = self._server.open(request)
         container.admit(request.replica, request.incarnation)
         if request.server == 0:
-            steps = self._server.steps(request.container)
-            steps.compare(request.replica, request.checks)
-            steps.join(request.replica, request.incarnation)
+            training = self._server.training(request.container)
+            training.compare(request.replica, request.checks)
+            training.presence.join(request.replica, request.incarnation)
             if self._joined is not None:
                 self.gone()
-            self._joined = (steps, request.replica, request.incarnation)
+            self._joined = (training, request.replica, request.incarnation)
         self._same_machine = shared = request.machine == machine_identity()
         descriptor = container.arena.arena.descriptor
         return p.Opened(
@@ -198,11 +189,11 @@ class Session:
         )
         self._channel.end_body()
         if container.server == 0:
-            self._server.steps(request.container).describe(buffers, frozen, request.keys)
+            self._server.training(request.container).state.describe(buffers, frozen, request.keys)
         with container.lock:
             container.arena.parameters.copy_(flat)
             container.fill()
-        self._server.save(container)
+        self._server.save(request.container)
 
     def _read_tensor(self, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
         kind = DTYPES.get(dtype) or OTHER_TYPES.get(dtype)
@@ -257,8 +248,7 @@ class Session:
         container = self._server.container(request.container)
         table = _one_of(container.tables, request.table)
         ids = self._read_tensor("int64", (self._length // 8,))
-        if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < table.rows):
-            raise PacelineError(f"a row of {table.spec.name} does not exist: this server has {table.rows}")
+        table.check_rows(ids)
         if (waiting := _await_step(container, request.at_least)) is not None:
             return Answer(waiting)
         with container.lock:
@@ -290,43 +280,43 @@ class Session:
         if request.measure:
             return p.SquaredNorm(squared=container.squared_norm(request.close))
         container.apply(request.close, request.options, request.scale)
-        if container.journal is not None and container.journal.due:
-            keeping.save(container, {}, None, wait=False)
+        if container.journal.due:
+            container.journal.renew()
         return p.Done()
 
     # ── copies of other servers' shares ──────────────────────────────────────────────────────────────────
 
     def _of_another_server(self, request: p.KeepWhole | p.Keep | p.Fetch | p.Forget) -> Answer:
-        keeper = self._server.keeper
+        backup = self._server.backup
         match request:
             case p.Keep():
                 if len(self._room) < self._length:
                     self._room = bytearray(self._length)  # not every time: fresh memory costs more than reading
                 body = memoryview(self._room)[: self._length]
                 self._channel.read_body(body)
-                reply, settle = keeper.take(request, body)
+                reply, settle = backup.take(request, body)
                 return Answer(reply, then=settle)
             case p.KeepWhole():
                 tensors = {name: self._read_tensor(dtype, shape) for name, dtype, shape in request.entries}
                 self._channel.end_body()
-                keeper.take_whole(request, tensors)
+                backup.take_whole(request, tensors)
                 return Answer(p.Done())
             case p.Fetch():
-                found = keeper.give(request)
+                found = backup.give(request)
                 if found is None:
                     return Answer(p.Missing())
                 tensors, notes, position = found
                 kept = p.Kept(entries=entries_of(tensors.items()), notes=notes, position=position)
                 return Answer(kept, [bytes_of(tensor) for tensor in tensors.values()])
             case p.Forget():
-                keeper.forget(request)
+                backup.forget(request)
                 return Answer(p.Done())
 
     # ── everything ───────────────────────────────────────────────────────────────────────────────────────
 
     def _books(self, request: p.ReadBooks) -> p.BooksRead:
         if request.number is None:
-            return p.BooksRead(books=self._server.steps(request.container).books())
+            return p.BooksRead(books=self._server.training(request.container).state.books())
         books = self._server.container(request.container).frozen(request.number).books
         if books is None:
             raise PacelineError(f"this server is not the chief of container {request.container!r}: ask its server 0")
@@ -370,28 +360,25 @@ class Session:
         return Answer(p.Tensors(entries=entries, numbers=numbers), body)
 
     def _restore(self, request: p.Restore) -> None:
-        container = self._server.container(request.container)
+        container, books = self._server.container(request.container), request.books
         check_count("step", request.step)
-        steps = self._server.steps(request.container) if request.books is not None else None
-        if request.books is not None:
-            check_books(request.books)
+        state = self._server.training(request.container).state if books is not None else None
+        if books is not None:
+            check_books(books)
         flat = self._read_tensor("uint8", (container.layout.bytes,))
         states: States = {slot: {} for slot in request.born}
         for slot, key, dtype, shape in request.entries:
             states.setdefault(slot, {})[key] = self._read_tensor(dtype, shape)
         for slot, key, number in request.numbers:
             states.setdefault(slot, {})[key] = number
-        others = [tensor for _, tensor in [*steps.buffers.tensors, *steps.frozen]] if steps and request.buffers else []
+        others = [tensor for _, tensor in [*state.buffers.tensors, *state.frozen]] if state and request.buffers else []
         values = [self._read_tensor(type_name(tensor), tuple(tensor.shape)) for tensor in others]
         self._channel.end_body()
-        container.check_states(states)
-        if steps is not None and request.books is not None:
-            steps.take_books(request.books, list(zip(others, values, strict=True)))
-        with container.lock:
-            container.arena.parameters.copy_(flat)
-            container.restore_state(states)
-            container.fill(request.step)
-        self._server.save(container)
+        container.maker.check_states(states)
+        if state is not None and books is not None:
+            state.take_books(books, list(zip(others, values, strict=True)))
+        container.restore(flat, states, request.step)
+        self._server.save(request.container)
 
 
 def _await_step(container: Container, at_least: int) -> p.Waiting | None:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from paceline.central.shards import TableSpec
-from paceline.errors import ArenaError, ModelError
+from paceline.errors import ArenaError, ModelError, PacelineError
 from paceline.machine import free_memory
 from paceline.memory import segment
 from paceline.memory.arena import Arena
@@ -78,6 +78,10 @@ class Table:
         if spec.initialize:
             seed = zlib.crc32(f"{spec.name}/{server}".encode())
             self.weight.normal_(generator=torch.Generator().manual_seed(seed))
+
+    def check_rows(self, ids: torch.Tensor) -> None:
+        if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < self.rows):
+            raise PacelineError(f"a row of {self.spec.name} does not exist: this server has {self.rows}")
 
     def update(self, given: Sequence[tuple[Rows, float]], options: Options, scale: float) -> None:
         """One step, from the replicas' gradients and what each counts."""

@@ -449,9 +449,9 @@ class Listing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     bytes: int
     tensors: int
     optimizer: str
-    replicas: int
-    rule: str
-    loss: float
+    replicas: int = 0  # this and what follows is known to the chief
+    rule: str = ""
+    loss: float = 0.0
 
 
 class Listed(Message, frozen=True, kw_only=True):

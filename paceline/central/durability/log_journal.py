@@ -13,9 +13,7 @@ off, for nobody was told of it. Any other record that does not fit its checksum 
 
 What is written survives the death of the process at once, because the kernel has it. A power cut, or a crash of the
 machine, would lose the last seconds (as a rule up to 30), that is updates that were acknowledged, and servers may have
-lost different ones; with `flushed=True` records are on the disk itself before they are acknowledged, all that wait at
-one time with one flush. That costs the bandwidth of the disk at every push, and so it is not the default.
-`python -m benchmarks durability` measures what a log costs.
+lost different ones. `python -m benchmarks durability` measures what a log costs.
 """
 
 from __future__ import annotations
@@ -36,6 +34,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from paceline.central.container.journal import Journal
 from paceline.central.wire.notes import ShareNotes
 from paceline.central.wire.records import AnyRecord, Body, Made
 from paceline.errors import CheckpointError, PacelineError
@@ -49,21 +48,18 @@ _MAGIC = b"PLJ1"
 NOTES = "notes"  # in a snapshot: `ShareNotes`, as bytes
 
 
-class Journal:
-    """The journal of one container on one server."""
+class LogJournal(Journal):
+    """The journal of one container on one server, in a folder."""
+
+    keeps = True
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        flushed: bool = False,
-        log_bytes: int | None = None,
-        log_steps: int = LOG_STEPS,
+        self, folder: Path, *, container_bytes: int = 0, log_bytes: int | None = None, log_steps: int = LOG_STEPS
     ) -> None:
+        super().__init__()
         self.folder = folder
-        self.lock = threading.RLock()  # held while something is written, and while a new log begins
-        self._flushed = flushed
-        self.container_bytes = 0
+        self.lock = threading.RLock()
+        self.container_bytes = container_bytes
         self._most_bytes = log_bytes
         self._most_steps = log_steps
         self._log = -1  # descriptor
@@ -72,9 +68,6 @@ class Journal:
         self._bytes = self._steps = 0  # since the last snapshot
         self._writer: threading.Thread | None = None
         self._failure: str | None = None  # of the writer
-        self._flushing = threading.Condition()
-        self._written = self._on_disk = 0  # counters of bytes, for those who wait for a flush
-        self._flush_runs = False
 
     @property
     def begun(self) -> bool:
@@ -85,14 +78,14 @@ class Journal:
 
     def append(self, record: AnyRecord, body: Sequence[memoryview] = ()) -> None:
         """Have a record in the log; when this returns it survives the end of the process."""
-        self.flush(self.write(record, self.seal(record, body)))
+        self.write(record, self.seal(record, body))
 
     def seal(self, record: AnyRecord, body: Sequence[memoryview]) -> list[memoryview]:
-        """A record as it is in the file; made before the lock is taken, for checksums take a while."""
+        """A record as it is in the file. Its checksum takes a while."""
         return sealed(record, body)
 
     def write(self, record: AnyRecord, parts: Sequence[memoryview]) -> int:
-        """Append a sealed record; up to where to `flush`, which is not done here, so that one does it for many."""
+        """Append a sealed record: it survives this process, and there is nothing to `flush`."""
         if not self.begun:
             return 0
         with self.lock:
@@ -105,40 +98,9 @@ class Journal:
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._log, start)
                 raise _cannot_write(self.folder, error) from error
-            written = self._end - start
-            self._bytes += written
-            self._written += written
+            self._bytes += self._end - start
             self._steps += isinstance(record, Made)
-            return self._written
-
-    def made(self) -> None:
-        """The step that was written last has been made: of no interest here, the log has it in any case."""
-
-    def flush(self, upto: int | None = None) -> None:
-        """Wait until so much (or all that is written) is on the disk; one flushes for all who wait."""
-        upto = self._written if upto is None else upto
-        while self._flushed and self.begun:
-            with self._flushing:
-                while self._flush_runs and self._on_disk < upto:
-                    self._flushing.wait()
-                if self._on_disk >= upto:
-                    return
-                self._flush_runs = True
-            try:
-                with self.lock:
-                    reached, log = self._written, os.dup(self._log)
-                try:
-                    os.fdatasync(log)
-                finally:
-                    os.close(log)
-            except OSError as error:
-                raise _cannot_write(self.folder, error) from error
-            finally:
-                with self._flushing:
-                    self._flush_runs = False
-                    self._flushing.notify_all()
-            with self._flushing:
-                self._on_disk = max(self._on_disk, reached)
+            return 0
 
     # ── snapshots ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -150,11 +112,7 @@ class Journal:
         return long and (self._writer is None or not self._writer.is_alive())
 
     def snapshot(self, tensors: Mapping[str, torch.Tensor], notes: ShareNotes, *, wait: bool) -> None:
-        """Begin a new log with a snapshot, whose tensors nobody changes any more; call it with the lock held.
-
-        It is written while training goes on, unless somebody has to `wait` for it. Until it is there the old snapshot
-        and both logs are.
-        """
+        """Begin a new log. Until its snapshot is there the old one and both logs are."""
         if wait and self._writer is not None:
             self._writer.join()
         try:
@@ -163,8 +121,6 @@ class Journal:
             log = os.open(self._log_path(number), os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise _cannot_write(self.folder, error) from error
-        if self._flushed and self.begun:
-            os.fdatasync(self._log)
         if self.begun:
             os.close(self._log)
         self._log, self._number, self._end = log, number, 0

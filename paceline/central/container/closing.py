@@ -1,0 +1,193 @@
+"""Closing steps: what the chief decides is done on all servers, one step at a time.
+
+Whichever thread finds that a step can be closed makes it, with all servers, while the others wait. What is decided is
+in the journal before anybody acts on it: a process that follows this one decides the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from paceline.central.chief.tickets import Close
+from paceline.central.container.chief_state import ChiefState
+from paceline.central.jobs import together
+from paceline.central.shards import Option
+from paceline.central.wire.connection import Connection
+from paceline.central.wire.protocol import Apply, Copied, Copy, Done, Drop, Freeze, Message, SquaredNorm, Thaw
+from paceline.central.wire.records import Made, packed
+from paceline.errors import PacelineError, Stalled
+
+Options = Sequence[dict[str, Option]]
+
+
+class StepCloser:
+    """Has all servers do the same: steps, and copies of everything between two steps."""
+
+    def __init__(self, state: ChiefState, others: Sequence[Connection]) -> None:
+        """`others`: connections to the other servers."""
+        self._state, self._container = state, state.container
+        self._others = others
+        self._changed = state.changed  # guards all below
+        self.options: dict[int, Options] = {}  # by replica: as of its last report
+        self.busy = False  # a step is being made, or everything is being copied
+        self.behind = False  # another server may not have made the last step yet
+        self._making = False  # a step is decided: the parameters may have it, and the books have not
+        self._failure: BaseException | None = None
+        self._copies = 0
+
+    def check(self) -> None:
+        """Raise what went wrong for good."""
+        if self._failure is not None:
+            raise PacelineError(str(self._failure)) from self._failure
+
+    def begin_run(self, others: Sequence[Connection]) -> None:
+        """Another run goes on, which knows the other servers under these addresses."""
+        self.options.clear()
+        self._disconnect()
+        self._others = others
+
+    def close_steps(self) -> None:
+        """Make every step that can be made; one thread does, the others find it busy."""
+        while True:
+            with self._changed:
+                if self.busy or self._failure is not None:
+                    return
+                close = self._state.chief.next_close()
+                if close is None:
+                    self._changed.notify_all()  # somebody's ticket may have been dropped
+                    return
+                options = self.options[close.accepted[-1].replica]
+                self.busy = True
+            failure: BaseException | None = None
+            try:
+                self._make(close, options)
+            except BaseException as error:
+                failure = error
+            with self._changed:
+                self.busy = self._making = False
+                if failure is not None:
+                    self._failure = failure
+                else:
+                    self._state.count(close)
+                    if self._container.journal.due:
+                        self._container.journal.renew()
+                self._changed.notify_all()
+
+    def _make(self, close: Close, options: Options) -> None:
+        name, scale = self._container.name, 1.0
+        clip_norm = self._container.settings.clip_norm
+        if clip_norm is not None:
+            ask = Apply(container=name, close=close, options=list(options), measure=True)
+            squared = self._on_all(ask, SquaredNorm, lambda: SquaredNorm(squared=self._container.squared_norm(close)))
+            length = math.sqrt(math.fsum(measured.squared for measured in squared))
+            scale = min(1.0, clip_norm / (length + 1e-6))
+        if self._container.journal.keeps:
+            chapter = self._state.chapters.get(close.chapter)
+            made = Made(close=close, options=list(options), scale=scale, chapter=chapter)
+            self._container.note(made, packed(self._state.buffers.merged(close)))
+            self._state.flush()
+            with self._changed:
+                self._making, self._state.last = True, made
+        apply = Apply(container=name, close=close, options=list(options), scale=scale)
+        self._on_all(apply, Done, lambda: self._container.apply(close, options, scale, noted=True))
+
+    def _on_all(self, request: Message, expected: type, own: Callable[[], object]) -> list[Any]:
+        """Every server's answer to the same, at the same time; `own` is what this server does."""
+        answers: list[object] = [None] * (1 + len(self._others))
+
+        def here() -> None:
+            answers[0] = own()
+
+        def there(number: int, other: Connection) -> None:
+            answers[number] = other.call(request, expected)
+
+        together([here, *(partial(there, number, other) for number, other in enumerate(self._others, 1))])
+        return answers
+
+    # ── everything, as of one step ───────────────────────────────────────────────────────────────────────
+
+    @contextlib.contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """With the lock held, when the parameters and the books are of the same step."""
+        with self._changed:
+            while self._making:
+                self._changed.wait()
+            yield
+
+    def freeze(self) -> Copied:
+        """Have every server keep a copy of what it has, all after the same step."""
+        state, timeout_s = self._state, self._container.settings.timeout_s
+        give_up = time.monotonic() + timeout_s
+        with self._changed:
+            while self.busy:
+                if not self._changed.wait(give_up - time.monotonic()):
+                    raise Stalled(f"waited {timeout_s:g} s for step {state.chief.step} to close")
+            self.busy = True
+            self._copies += 1
+            number = self._copies
+            books = state.chief.books()
+        try:
+            extras = [*state.buffers.tensors, *state.frozen]
+            request = Freeze(container=self._container.name, number=number)
+            self._on_all(request, Copied, lambda: self._container.freeze(number, extras, books))
+            return Copied(number=number, step=state.chief.step)
+        finally:
+            with self._changed:
+                self.busy = False
+                self._changed.notify_all()
+            self.close_steps()
+
+    def copy(self, to: str, take: Callable[[int], None], drop: Callable[[], None]) -> None:
+        """Make another container on every server. `take` and `drop` are this server's part in that."""
+        number, name = self.freeze().number, self._container.name
+        try:
+            self._on_all(Copy(container=name, to=to, number=number), Done, lambda: take(number))
+        except BaseException:
+            with contextlib.suppress(PacelineError):
+                self._on_all(Drop(container=to, force=True), Done, drop)
+            raise
+        finally:
+            self._on_all(Thaw(container=name, number=number), Done, lambda: self._container.thaw(number))
+
+    # ── beginning and ending ─────────────────────────────────────────────────────────────────────────────
+
+    def repeat_last_step(self) -> None:
+        """Have the other servers make the last step of the process before this one, which may have died meanwhile.
+
+        Nobody is answered before they have: who is told of a step may rely on it.
+        """
+        with self._changed:
+            last = self._state.last
+            if last is None or not self._others:
+                return
+            self.busy = self.behind = True
+        threading.Thread(target=self._repeat, args=(last,), daemon=True).start()
+
+    def _repeat(self, last: Made) -> None:
+        apply = Apply(container=self._container.name, close=last.close, options=last.options, scale=last.scale)
+        failure: BaseException | None = None
+        try:
+            self._on_all(apply, Done, Done)
+        except BaseException as error:
+            failure = error
+        with self._changed:
+            self._failure = self._failure or failure
+            self.busy = self.behind = False
+            self._changed.notify_all()
+        self.close_steps()
+
+    def close(self) -> None:
+        with self._changed:
+            self._failure = self._failure or PacelineError(f"container {self._container.name!r} was dropped")
+            self._changed.notify_all()
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        for other in self._others:
+            other.close()

@@ -1,0 +1,285 @@
+"""The training of a container, on the server that is its chief: what replicas ask, and what they are answered.
+
+Requests come in on many threads. What the chief decides is carried out by `closing`; a report is answered when its step
+has been made everywhere, so what is acknowledged is there to stay, and whoever is told about a step can pull it from
+any server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from paceline.central.chief.tickets import End, Outcome, Wait, Work
+from paceline.central.container.bounds import check_ask, check_count, check_options
+from paceline.central.container.chief_state import ChiefState
+from paceline.central.container.closing import StepCloser
+from paceline.central.container.container import Container
+from paceline.central.container.presence import GRACE_S, Presence
+from paceline.central.shards import Spec
+from paceline.central.wire.connection import Connection
+from paceline.central.wire.protocol import (
+    Ask,
+    Ended,
+    GiveBack,
+    Report,
+    Result,
+    Settled,
+    Task,
+    TaskDone,
+    TaskPart,
+    Ticket,
+    Waiting,
+)
+from paceline.central.wire.records import RuleSet, TaskResult
+from paceline.central.wire.settings import Settings
+from paceline.errors import ModelError, PacelineError
+from paceline.rules import Async, Rule
+
+ANSWER_WITHIN_S = 2.0  # a wait is answered with `Waiting` at least this often
+
+
+class ContainerTraining:
+    """The training of one container."""
+
+    def __init__(self, container: Container, others: Sequence[Connection], *, first_ticket: int = 1) -> None:
+        """`others`: connections to the other servers. `first_ticket`: see `ChiefState`."""
+        self.container = container
+        self.state = ChiefState(container, first_ticket)
+        self.presence = Presence(self.state)
+        self.closer = StepCloser(self.state, others)
+        self._changed = self.state.changed  # guards all below
+        self._checks: list[int] = []  # checksums of the parameters that the first replica has brought
+
+    # ── runs and their replicas ──────────────────────────────────────────────────────────────────────────
+
+    def reopen(self, spec: Spec, settings: Settings, others: Sequence[Connection]) -> None:
+        """Another run goes on with this container, if nobody is at it any more."""
+        give_up = time.monotonic() + 3 * GRACE_S  # those of the run before may just be leaving
+        with self._changed:
+            while self.container.settings.run != settings.run and (self.closer.busy or self.presence.members):
+                if not self._changed.wait(give_up - time.monotonic()) and time.monotonic() >= give_up:
+                    raise PacelineError(
+                        f"container {self.container.name!r} is being trained by another run, replicas "
+                        f"{', '.join(map(str, self.presence.members))}: wait for its end, or give another name"
+                    )
+            if self.container.settings.run == settings.run:
+                return  # another replica of this run was first
+            self.container.reopen(spec, settings)
+            self.state.begin_run()
+            self.presence.begin_run()
+            self.closer.begin_run(others)
+            self._checks = []
+
+    def go_on(self) -> None:
+        """Take up the work of the process before."""
+        self.presence.expect_all_back()
+        self.closer.repeat_last_step()
+
+    def compare(self, replica: int, checks: list[int]) -> None:
+        """All replicas must start from the same parameters, bit by bit."""
+        with self._changed:
+            if self.state.chief.step or not checks:
+                return
+            self._checks = self._checks or checks
+            for name, mine, theirs in zip(self.container.shards.names, checks, self._checks, strict=True):
+                if mine != theirs:
+                    raise ModelError(
+                        "model",
+                        name,
+                        f"this parameter of replica {replica} differs from that of another at the start; set the same "
+                        "seed in every process before the model is made",
+                    )
+
+    def lost(self, replica: int, incarnation: int, *, at_once: bool) -> None:
+        """A connection of that replica has ended."""
+        self.presence.lost(replica, incarnation, at_once=at_once)
+        self.look_for_missing()
+
+    def look_for_missing(self) -> None:
+        """Called now and then: whoever has not come back in time has left."""
+        for replica, incarnation in self.presence.overdue():
+            self.leave(replica, incarnation)
+
+    def leave(self, replica: int, incarnation: int) -> None:
+        self.presence.leave(replica, incarnation)
+        self.closer.close_steps()
+
+    def abandon(self) -> None:
+        """Nobody is expected: this is a copy, and whoever wants to train it says so."""
+        with self._changed:
+            for replica in list(self.state.chief.members):
+                self.state.chief.leave(replica)
+
+    def stop(self) -> None:
+        """Let the run end after the step in progress."""
+        with self._changed:
+            self.state.chief.stopping = True
+            self._changed.notify_all()
+
+    def set_rule(self, rule: Rule) -> None:
+        """From now on steps close by `rule`."""
+        with self._changed:
+            self.state.chief.set_rule(rule)
+            self.state.note(RuleSet(rule=rule))
+            self._changed.notify_all()
+        self.state.flush()
+        self.closer.close_steps()
+
+    def _check(self, replica: int, incarnation: int) -> None:
+        self.presence.check(replica, incarnation)
+        self.closer.check()
+
+    def _speaks(self, replica: int) -> bool:
+        """Whether that replica speaks for the others."""
+        return replica == min(self.state.chief.members)
+
+    # ── work ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def ask(self, request: Ask) -> Ticket | Ended | Waiting:
+        """Work, or that there is none; waits a moment for it."""
+        give_up = time.monotonic() + (0.0 if request.at_once else ANSWER_WITHIN_S)
+        with self._changed:
+            while True:
+                self._check(request.replica, request.incarnation)
+                if self.closer.behind and self._changed.wait(give_up - time.monotonic()):
+                    continue
+                if self.closer.behind:
+                    return Waiting(why="another server, which was started again")
+                answer = self._work_for(request)
+                if isinstance(answer, Work):
+                    return self._ticket(answer)
+                if isinstance(answer, End) and not self.closer.busy:
+                    chief = self.state.chief
+                    return Ended(step=chief.step, stop=answer.stop, loss=chief.last.loss)
+                if not self._changed.wait(give_up - time.monotonic()):
+                    return Waiting(why=answer.why if isinstance(answer, Wait) else "the servers to update")
+
+    def _work_for(self, request: Ask) -> Work | Wait | End:
+        check_ask(request)
+        chief = self.state.chief
+        chief.begin(request.chapter, request.length, request.batch_size, request.left_out)
+        self.state.chapters[request.chapter] = (request.length, request.batch_size, request.left_out)
+        return chief.ask(request.replica, request.chapter, request.stop_epoch, time.monotonic())
+
+    def give_back(self, request: GiveBack) -> None:
+        """A replica will not compute that ticket, not now."""
+        with self._changed:
+            self._check(request.replica, request.incarnation)
+            self.state.chief.give_back(request.replica, request.ticket)
+            self._changed.notify_all()
+        self.closer.close_steps()
+
+    def buffers_now(self) -> list[memoryview]:
+        """The buffers, all as they were after one step: another may be made while they are sent."""
+        with self._changed:
+            return [memoryview(bytes(packed)) for packed in self.state.buffers.packed()]
+
+    def _ticket(self, work: Work) -> Ticket:
+        following, chief = work.following, self.state.chief
+        return Ticket(
+            ticket=work.ticket,
+            step=work.step,
+            epoch=work.epoch,
+            runs=[(run.start, run.stop) for run in work.runs],
+            part=work.part,
+            exact=work.exact,
+            sync=not isinstance(chief.rule, Async),
+            needed=chief.accepting,
+            following=None if following is None else (following[0], [(run.start, run.stop) for run in following[1]]),
+        )
+
+    def report(self, request: Report, buffers: bytes) -> Settled | Ticket | Waiting:
+        """What became of a ticket whose gradient is with all servers; or more work in its place."""
+        replica, give_up = request.replica, time.monotonic() + ANSWER_WITHIN_S
+        check_options(request.options, self.container.spec.optimizer.groups)
+        with self._changed:
+            self._check(replica, request.incarnation)
+            self.closer.options[replica] = request.options
+            self.state.buffers.put(replica, buffers)
+            self.state.chief.report(replica, request.ticket, request.pulled, request.loss, time.monotonic())
+            self._changed.notify_all()
+        self.closer.close_steps()
+        with self._changed:
+            while True:
+                self._check(replica, request.incarnation)
+                if self.closer.behind and self._changed.wait(give_up - time.monotonic()):
+                    continue
+                if self.closer.behind:
+                    return Waiting(why="another server, which was started again")
+                outcome = self.state.chief.outcome(replica, request.ticket)
+                if outcome is not None:
+                    return self._settled(replica, outcome, request.ask)
+                more = self.state.chief.more(replica, time.monotonic())
+                if more is not None:
+                    return self._ticket(more)
+                if not self._changed.wait(give_up - time.monotonic()):
+                    return Waiting(why=self.state.chief.waits(replica))
+
+    def _settled(self, replica: int, outcome: Outcome, ask: Ask | None) -> Settled:
+        coming = self._work_for(ask) if ask is not None and ask.replica == replica else None
+        return Settled(
+            accepted=outcome.step,
+            step=self.state.chief.step,
+            loss=outcome.loss,
+            samples=outcome.samples,
+            replicas=len(self.state.chief.members),
+            chief=self._speaks(replica),
+            seen=self.state.seen,
+            next=self._ticket(coming) if isinstance(coming, Work) else None,
+        )
+
+    # ── tasks ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def task(self, request: Task) -> TaskPart | Result | Waiting:
+        """A part of a task to do, or what came of it; waits a moment for those who are at it."""
+        check_count("dataset length", request.length)
+        give_up = time.monotonic() + ANSWER_WITHIN_S
+        with self._changed:
+            while True:
+                self._check(request.replica, request.incarnation)
+                if self.state.trained and request.key.over_after_a_step:
+                    # It was started again, and runs the script from the top: all that lies behind.
+                    return Result(values=[], chief=self._speaks(request.replica))
+                answer = self.state.chief.ask_task(request.replica, request.key, request.length)
+                if isinstance(answer, tuple):
+                    part, runs = answer
+                    return TaskPart(part=part, start=runs[0].start, stop=runs[-1].stop)
+                if isinstance(answer, list):
+                    return Result(values=answer, chief=self._speaks(request.replica))
+                if not self._changed.wait(give_up - time.monotonic()):
+                    return Waiting(why=f"{answer.why} ({request.key.words})")
+
+    def task_done(self, request: TaskDone) -> None:
+        """A replica has done its part of a task."""
+        with self._changed:
+            self._check(request.replica, request.incarnation)
+            tasks = self.state.chief.tasks
+            known = request.key in tasks.results
+            tasks.finish(request.replica, request.key, request.part, request.values)
+            result = tasks.results.get(request.key)
+            if result is not None and not known:
+                self.state.note(TaskResult(key=request.key, values=result))
+            self._changed.notify_all()
+        self.state.flush()
+
+
+@dataclass(frozen=True)
+class Share:
+    """One server's share of a container; on the chief with the training."""
+
+    container: Container
+    training: ContainerTraining | None = None
+
+    def between_steps(self) -> AbstractContextManager[None]:
+        """While nothing of it changes but by pushes: the parameters and the books are of the same step."""
+        return self.training.closer.between_steps() if self.training is not None else contextlib.nullcontext()
+
+    def close(self) -> None:
+        """Give the memory back; whoever waits for the training fails."""
+        if self.training is not None:
+            self.training.closer.close()
+        self.container.close()
