@@ -16,7 +16,7 @@ from itertools import accumulate
 class TimeBlocks:
     """How many rows each time step has.
 
-    >>> steps = Steps([3, 2, 2])
+    >>> steps = TimeBlocks([3, 2, 2])
     >>> steps.blocks(2), steps.rows(range(1, 3))
     ([range(0, 2), range(2, 3)], slice(3, 7, None))
     """
