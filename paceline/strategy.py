@@ -2,11 +2,16 @@
 
 `Mirrored`: parameters live with the replicas, a shard each; a step closes when all have reported.
 `Centralized`: they live on servers; a `Rule` says when a step closes.
+
+A strategy answers for itself: whoever needs to know something about it asks, and nobody looks at its type. It also
+knows the flags of `paceline run` that mean it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import msgspec
 
@@ -21,86 +26,116 @@ SERVER_EXCHANGES = ("auto", "tcp")
 DURABILITIES = ("none", "log", "replica")
 
 
-class Mirrored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="mirrored"):
-    """Mirrored replicas: every replica holds a shard of the parameters and applies the updates to just that.
-
-    >>> Mirrored(replicas=4).wire
-    'fp32'
-    """
+class _Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every strategy has."""
 
     replicas: int = 1  # on all hosts together
-    wire: str = "fp32"  # how gradients look on a link between hosts
-    batchnorm: str = "exact"  # statistics over the whole batch, or (local) over each replica's part
-    exchange: str = "auto"  # shared memory inside a host; collective: torch.distributed between all
-    servers: int = 0  # that hold the sparse embeddings, if any do
+    wire: str = "fp32"  # how gradients look on a link
+    exchange: str = "auto"
     split: Split | None = None  # how the model of each replica is cut over several devices
     timeout_s: float = 600.0  # the longest any one wait may take
 
-    def __post_init__(self) -> None:
-        if self.replicas < 1:
-            raise StrategyError("replicas", self.replicas, "give a whole number from 1 up")
-        one_of("wire", self.wire, WIRES)
-        one_of("batchnorm", self.batchnorm, BATCHNORMS)
-        one_of("exchange", self.exchange, EXCHANGES)
-        if self.split is not None and self.exchange == "collective":
-            raise StrategyError("exchange", self.exchange, "devices of a cut model share memory, leave it out")
-        if not self.timeout_s > 0:
-            raise StrategyError("timeout", self.timeout_s, "give a number of seconds above 0")
+    exchanges: ClassVar[tuple[str, ...]]  # what `exchange` may be
 
-    @property
-    def on_servers(self) -> bool:
-        """Whether the parameters live on servers."""
-        return False
+    def __post_init__(self) -> None:
+        _check_whole("replicas", self.replicas, 1)
+        one_of("wire", self.wire, WIRES)
+        one_of("exchange", self.exchange, self.exchanges)
+        if not 0 < self.timeout_s < math.inf:
+            raise StrategyError("timeout", self.timeout_s, "give a number of seconds above 0")
+        if self.split is not None and self.split.parts_of_batch not in (None, self.replicas):
+            expected = f"the batch is divided into {self.split.parts_of_batch} by {self.split.words}, give as many"
+            raise StrategyError("replicas", self.replicas, expected)
 
     @property
     def devices(self) -> int:
         """How many devices, each a process, one replica is cut over."""
         return self.split.devices if self.split is not None else 1
 
+    @property
+    def processes(self) -> int:
+        """How many processes the replicas of all hosts are."""
+        return self.replicas * self.devices
 
-class Centralized(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="centralized"):
-    """Parameters on servers, which update them as the rule says; replicas only compute.
+    @property
+    def settings(self) -> dict[str, object]:
+        """Every field by its name, but for what there is none of; in words where it is a value of its own."""
+        fields = msgspec.structs.asdict(self)
+        return {name: getattr(value, "words", value) for name, value in fields.items() if value}
 
-    >>> Centralized(replicas=20, servers=2, rule=Sync(accept=18)).rule.accept
-    18
+    def _common_flags(self) -> list[str]:
+        flags = _given(self, {"wire": "--wire", "exchange": "--exchange", "timeout_s": "--timeout"})
+        return ["--replicas", str(self.replicas), *flags, *(self.split.flags() if self.split is not None else ())]
+
+
+class Mirrored(_Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="mirrored"):
+    """Mirrored replicas: every replica holds a shard of the parameters and applies the updates to just that.
+
+    `exchange`: shared memory inside a host; collective: torch.distributed between all.
+
+    >>> Mirrored(replicas=4, wire="bf16").flags()
+    ['--replicas', '4', '--wire', 'bf16']
     """
 
-    replicas: int = 1
+    batchnorm: str = "exact"  # statistics over the whole batch, or (local) over each replica's part
+    table_servers: int = 0  # that hold the sparse embeddings, if any do
+
+    exchanges: ClassVar[tuple[str, ...]] = EXCHANGES
+    on_servers: ClassVar[bool] = False  # whether parameters live on servers
+    in_graph: ClassVar[bool] = False
+    durable: ClassVar[bool] = False  # whether a server that was killed can be started again
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("batchnorm", self.batchnorm, BATCHNORMS)
+        _check_whole("table_servers", self.table_servers, 0)
+        if self.split is not None and self.exchange == "collective":
+            raise StrategyError("exchange", self.exchange, "devices of a cut model share memory, leave it out")
+        if self.split is not None and self.table_servers:
+            raise StrategyError("table_servers", self.table_servers, "a cut model has no tables on servers so far")
+
+    @property
+    def server_processes(self) -> int:
+        """How many servers there have to be."""
+        return self.table_servers
+
+    def flags(self) -> list[str]:
+        """What `paceline run` is given to have this strategy."""
+        tables = ["--only", "sparse", "--servers", str(self.table_servers)] if self.table_servers else []
+        return [*self._common_flags(), *_given(self, {"batchnorm": "--batchnorm"}), *tables]
+
+
+class Centralized(_Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="centralized"):
+    """Parameters on servers, which update them as the rule says; replicas only compute.
+
+    `exchange`: shared memory with servers of the same host; tcp: with none.
+
+    >>> Centralized(replicas=20, servers=2, rule=Sync(accept=18)).flags()
+    ['--replicas', '20', '--servers', '2', '--accept', '18']
+    """
+
     servers: int = 1
     rule: Rule = Sync()
-    wire: str = "fp32"  # how gradients look over TCP
-    exchange: str = "auto"  # shared memory with servers of the same host; tcp: with none
     durability: str = "none"  # where an update is before it is acknowledged
     warmup_steps: int = 0  # which one replica makes alone
     warmup_epochs: int = 0
     in_graph: bool = False  # all replicas as threads of one process
-    split: Split | None = None  # how the model of each replica is cut over several devices
-    timeout_s: float = 600.0
+
+    exchanges: ClassVar[tuple[str, ...]] = SERVER_EXCHANGES
+    on_servers: ClassVar[bool] = True
+    batchnorm: ClassVar[str] = "local"
 
     def __post_init__(self) -> None:
-        if self.replicas < 1:
-            raise StrategyError("replicas", self.replicas, "give a whole number from 1 up")
-        if self.servers < 1:
-            raise StrategyError("servers", self.servers, "give at least 1")
-        accept = self.rule.accept if isinstance(self.rule, Sync) else None
-        if isinstance(accept, int) and accept > self.replicas:
-            raise StrategyError("accept", accept, f"give at most the number of replicas, which is {self.replicas}")
-        one_of("wire", self.wire, WIRES)
-        one_of("exchange", self.exchange, SERVER_EXCHANGES)
+        super().__post_init__()
+        _check_whole("servers", self.servers, 1)
+        self.rule.check_replicas(self.replicas)
         one_of("durability", self.durability, DURABILITIES)
         if self.durability == "replica" and self.servers < 2:
             raise StrategyError("durability", "replica", "it needs another server, give --servers 2 or more, or log")
-        if self.warmup_steps < 0 or self.warmup_epochs < 0:
-            raise StrategyError("warmup", min(self.warmup_steps, self.warmup_epochs), "give a number from 0 up")
+        _check_whole("warmup-steps", self.warmup_steps, 0)
+        _check_whole("warmup-epochs", self.warmup_epochs, 0)
         if self.split is not None and self.in_graph:
             raise StrategyError("in-graph", "set", "devices of a cut model are processes, leave it out")
-        if not self.timeout_s > 0:
-            raise StrategyError("timeout", self.timeout_s, "give a number of seconds above 0")
-
-    @property
-    def on_servers(self) -> bool:
-        """Whether the parameters live on servers."""
-        return True
 
     @property
     def batchnorm(self) -> str:
@@ -108,16 +143,46 @@ class Centralized(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return "local"
 
     @property
-    def devices(self) -> int:
-        """How many devices, each a process, one replica is cut over."""
-        return self.split.devices if self.split is not None else 1
+    def processes(self) -> int:
+        """How many processes the replicas of all hosts are."""
+        return 1 if self.in_graph else self.replicas * self.devices
+
+    @property
+    def server_processes(self) -> int:
+        """How many servers there have to be."""
+        return self.servers
+
+    @property
+    def durable(self) -> bool:
+        """Whether a server that was killed can be started again."""
+        return self.durability != "none"
+
+    def flags(self) -> list[str]:
+        """What `paceline run` is given to have this strategy."""
+        own = {"durability": "--durability", "warmup_steps": "--warmup-steps", "warmup_epochs": "--warmup-epochs"}
+        in_graph = ["--in-graph"] if self.in_graph else []
+        flags = [*self._common_flags(), "--servers", str(self.servers), *self.rule.flags()]
+        return [*flags, *_given(self, own), *in_graph]
 
 
 Strategy = Mirrored | Centralized
+
+
+def _given(strategy: _Strategy, flags: dict[str, str]) -> list[str]:
+    """The flags of those fields that are not at their default."""
+    default = type(strategy)()
+    given = [name for name in flags if getattr(strategy, name) != getattr(default, name)]
+    return [word for name in given for word in (flags[name], str(getattr(strategy, name)))]
 
 
 def one_of(field: str, value: str, choices: Sequence[str]) -> str:
     """`value`, if it is one of `choices`; else a sentence that names them, the nearest first."""
     if value in choices:
         return value
-    raise StrategyError(field, value, f"give one of {', '.join(nearest_first(value, choices))}")
+    raise StrategyError(field, value, f"give one of {', '.join(nearest_first(str(value), choices))}")
+
+
+def _check_whole(field: str, value: object, least: int) -> None:
+    """Refuse whatever is not a whole number from `least` up."""
+    if not isinstance(value, int) or value < least:
+        raise StrategyError(field, value, f"give a whole number from {least} up")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from paceline.cli.plan import addresses, in_words
+from paceline.cli.plan import addresses
 from paceline.errors import InvalidInput
 from paceline.net.secure import Keys, is_loopback, read_token
 from paceline.run_place import check_container
@@ -187,7 +187,7 @@ class _Shown:
             "name": summary.name,
             "step": summary.step,
             "optimizer": summary.optimizer,
-            "rule": in_words(summary.rule),
+            "rule": summary.rule.words,
             "accepting": summary.accepting,
             "replicas": summary.replicas,
             "loss": books.last.loss,

@@ -16,8 +16,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from paceline.cli.cut import CUT_FLAGS, read_split
 from paceline.errors import InvalidInput, StrategyError
 from paceline.exchange.board import MOST_REPLICAS
@@ -28,7 +26,7 @@ from paceline.machine import free_memory
 from paceline.net.secure import Keys, is_loopback, read_token
 from paceline.rules import Async, Rule, Sync
 from paceline.run_place import Place, ServersPlace, check_container
-from paceline.split.values import BATCH, Layout, Split
+from paceline.split.values import Split
 from paceline.strategy import Centralized, Mirrored, Strategy, one_of
 
 DEFAULT_PORT = 29500
@@ -80,19 +78,7 @@ class Plan:
     def settings(self) -> dict[str, object]:
         hidden = ("strategy", "given", *(() if self.join is not None else ("join", "container", "token", "keys")))
         own = {name: value for name, value in asdict(self).items() if name not in hidden}
-        chosen = msgspec.structs.asdict(self.strategy)
-        rule = chosen.pop("rule", None)
-        if not chosen["servers"]:
-            del chosen["servers"]
-        split = chosen.pop("split", None)
-        if split is not None:
-            chosen["split"] = split.words
-        return {**own, **chosen, **({"rule": in_words(rule)} if rule is not None else {})}
-
-    @property
-    def processes(self) -> int:
-        """How many replica processes there are on all hosts."""
-        return 1 if getattr(self.strategy, "in_graph", False) else self.strategy.replicas * self.strategy.devices
+        return {**own, **self.strategy.settings}
 
     def place(self, run_folder: Path) -> Place:
         """Replica 0's on this host."""
@@ -108,7 +94,7 @@ class Plan:
             )
         return Place(
             row=0,
-            rows=self.processes // self.hosts,
+            rows=self.strategy.processes // self.hosts,
             host=self.host,
             hosts=self.hosts,
             rendezvous=self.rendezvous,
@@ -117,17 +103,6 @@ class Plan:
             strategy=self.strategy,
             servers=servers,
         )
-
-
-def in_words(rule: Rule) -> str:
-    """
-    >>> in_words(Sync(18)), in_words(Async(bound=3))
-    ('sync, accept 18', 'async, bound 3')
-    """
-    fields = dict(msgspec.structs.asdict(rule).items())
-    kind = "sync" if isinstance(rule, Sync) else "async"
-    default = type(rule)()
-    return ", ".join([kind, *(f"{name} {value}" for name, value in fields.items() if value != getattr(default, name))])
 
 
 def resolve(options: argparse.Namespace) -> Plan:
@@ -147,7 +122,7 @@ def resolve(options: argparse.Namespace) -> Plan:
         raise StrategyError("on-failure", on_failure, "a cut model needs all its devices: give stop or restart")
     if split is not None and hosts > 1 and (strategy.replicas % hosts or "emulate" in given):
         raise StrategyError("nnodes", hosts, "a model is cut over devices of one host, and replicas on one host so far")
-    if split is not None and hosts > 1 and isinstance(strategy, Centralized):
+    if split is not None and hosts > 1 and strategy.on_servers:
         raise StrategyError("nnodes", hosts, "a cut model with servers works on one host so far")
     if hosts > 1 and on_failure != "stop":
         raise StrategyError("on-failure", on_failure, "between several hosts no death is survived yet: give stop")
@@ -240,8 +215,8 @@ def _with_tables_on_servers(given: Mapping[str, Any], replicas: int) -> Mirrored
             raise StrategyError(flag.replace("_", "-"), value, "with --only sparse replicas are mirrored, leave it out")
     if given.get("hosts", 1) > 1 or "emulate" in given:
         raise StrategyError("only", given["only"], "tables on servers work on one host so far")
-    common = {name: given[name] for name in ("wire", "exchange", "timeout_s", "batchnorm", "servers") if name in given}
-    return Mirrored(replicas=replicas, **common)
+    common = {name: given[name] for name in ("wire", "exchange", "timeout_s", "batchnorm") if name in given}
+    return Mirrored(replicas=replicas, table_servers=given["servers"], **common)
 
 
 def _rule(given: Mapping[str, Any]) -> Rule:
@@ -266,12 +241,11 @@ def _rule(given: Mapping[str, Any]) -> Rule:
 def _count_replicas(given: Mapping[str, Any], hosts: int, split: Split | None) -> int:
     on_host = given.get("nproc_per_node", 1)
     replicas: int = given.get("replicas", on_host * hosts)
-    if isinstance(split, Layout) and BATCH in split.layout:
-        axis = split.layout[BATCH]
-        if "replicas" in given and replicas != split.replicas:
-            expected = f"the batch lies along axis {axis} of {split.replicas}, give that or leave it out"
+    if split is not None and split.parts_of_batch is not None:
+        if "replicas" in given and replicas != split.parts_of_batch:
+            expected = f"the batch lies along an axis of {split.parts_of_batch}, give that or leave it out"
             raise StrategyError("replicas", replicas, expected)
-        replicas = split.replicas
+        replicas = split.parts_of_batch
     if "nproc_per_node" in given and replicas != on_host * hosts:
         expected = f"on {hosts} host(s) that makes {on_host * hosts} but --replicas says {replicas}, give only one"
         raise StrategyError("nproc-per-node", on_host, expected)
@@ -342,7 +316,7 @@ def check(plan: Plan, *, inside: bool) -> None:
             if not is_loopback(address.rpartition(":")[0]):
                 raise StrategyError("join", address, "beyond this machine give --keys, made by paceline keys make")
     _check_devices(plan)
-    _check_memory(plan.processes if plan.emulate else plan.processes // plan.hosts)
+    _check_memory(plan.strategy.processes // (1 if plan.emulate else plan.hosts))
     if plan.rendezvous is not None and plan.host == 0:
         _check_port(plan.rendezvous)
     if plan.emulate is not None and not inside:
@@ -355,8 +329,8 @@ def _check_devices(plan: Plan) -> None:
     """A cut that has less than a core for a device would be slower than no cut, and is a slip more often than not."""
     devices, cores = plan.strategy.devices, len(allowed_cores())
     if devices > 1 and devices > cores * MOST_DEVICES_A_CORE:
-        split = getattr(plan.strategy, "split")  # noqa: B009
-        raise StrategyError("split", split.words, f"that needs {devices} devices and this machine has {cores} cores")
+        split = plan.strategy.settings.get("split")
+        raise StrategyError("split", split, f"that needs {devices} devices and this machine has {cores} cores")
 
 
 def _check_memory(replicas: int) -> None:

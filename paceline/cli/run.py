@@ -153,7 +153,7 @@ def _run_here(plan: Plan, path: Path, options: argparse.Namespace) -> int:
         on_failure=plan.on_failure,
         max_restarts=plan.max_restarts,
         shown=plan.host == 0,
-        servers=0 if plan.join is not None else getattr(plan.strategy, "servers", 0),
+        servers=0 if plan.join is not None else plan.strategy.server_processes,
         container=path.name,
     )
     began = time.time()

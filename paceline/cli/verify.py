@@ -109,7 +109,7 @@ def _run_distributed(plan: Plan, recording: Recording, path: Path) -> None:
         on_failure="stop",
         max_restarts=0,
         shown=False,
-        servers=getattr(plan.strategy, "servers", 0),
+        servers=plan.strategy.server_processes,
         container="verify",
     )
     try:
@@ -123,8 +123,8 @@ def _run_distributed(plan: Plan, recording: Recording, path: Path) -> None:
 
 def _in_words(verdict: Verdict, plan: Plan) -> str:
     replicas = f"{plan.strategy.replicas} replica{'s' if plan.strategy.replicas > 1 else ''}"
-    split = getattr(plan.strategy, "split", None)
-    against = f"{replicas}{f', {split.words},' if split is not None else ''} against one process"
+    split = plan.strategy.settings.get("split")
+    against = f"{replicas}{f', {split},' if split is not None else ''} against one process"
     if verdict.first is not None:
         return f"different, {against}: {verdict.first}"
     left_out = f"; {verdict.left_out} elements with gradients of pure rounding left out" if verdict.left_out else ""

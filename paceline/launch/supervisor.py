@@ -153,15 +153,13 @@ class Supervisor:
     def _start_servers(self) -> None:
         if not self._job.servers:
             return
-        self._servers = LocalServers(self._job.servers, self._folder.path, self._guard, keep=self._durable)
+        self._servers = LocalServers(
+            self._job.servers, self._folder.path, self._guard, keep=self._place.strategy.durable
+        )
         place = self._servers.place(self._job.container)
         self._place = msgspec.structs.replace(self._place, servers=place)
         for number in range(self._job.servers):
             self._start_server(number)
-
-    @property
-    def _durable(self) -> bool:
-        return getattr(self._job.place.strategy, "durability", "none") != "none"
 
     def _start_server(self, number: int) -> None:
         assert self._servers is not None
@@ -182,12 +180,16 @@ class Supervisor:
         what = f"server {server.number} {how} {_at(self._progress.step)}"
         self._event("server ended", server=server.number, code=code, step=self._progress.step)
         words = _below(self._servers.last_words(server.number)) if code >= 0 else ""
-        if self._durable and code < 0 and self._restarts < self._job.max_restarts:
+        if self._place.strategy.durable and code < 0 and self._restarts < self._job.max_restarts:
             self._restarts += 1
             self._say(f"{what}; it is started again ({self._restarts} of at most {self._job.max_restarts} times)")
             self._start_server(server.number)
         else:
-            lost = "" if self._durable else "; its parameters are gone (--durability log would have kept them)"
+            lost = (
+                ""
+                if self._place.strategy.durable
+                else "; its parameters are gone (--durability log would have kept them)"
+            )
             self._say(f"{what}{lost}, the run ends{words}")
             self._end(128 - code if code < 0 else max(1, code))
 

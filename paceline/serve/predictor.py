@@ -35,7 +35,7 @@ from paceline.memory.arena import Arena
 from paceline.memory.heap import keep_memory
 from paceline.optim.models import evaluating, own_state
 from paceline.serve.device import Device, RequestAbandoned, ServingPeers, Slate, SlateWord, described, send, work
-from paceline.split.values import Layout, Split
+from paceline.split.values import Split
 
 MOST_DEVICES_A_CORE = 4
 LONGEST_END_S = 2.0  # that a device may take to end by itself
@@ -62,7 +62,7 @@ def load(
     """
     if not timeout_s > 0:
         raise StrategyError("timeout_s", timeout_s, "give a number of seconds above 0")
-    if isinstance(split, Layout) and split.replicas > 1:
+    if split is not None and (split.parts_of_batch or 1) > 1:
         raise StrategyError(
             "split", split.words, "a predictor answers one request at a time, so give no axis to the batch"
         )

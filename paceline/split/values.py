@@ -6,6 +6,7 @@ No torch here: the command line and the supervisor read these.
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import msgspec
 
@@ -40,9 +41,9 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 raise StrategyError("layout", f"{other}={axis}", f"that axis divides the batch, give {other} another")
 
     @property
-    def replicas(self) -> int:
-        """How many parts the batch is divided into."""
-        return self.mesh[self.layout[BATCH]] if BATCH in self.layout else 1
+    def parts_of_batch(self) -> int | None:
+        """How many replicas it divides the batch among; None: that is left to others."""
+        return self.mesh[self.layout[BATCH]] if BATCH in self.layout else None
 
     @property
     def axes(self) -> dict[str, int]:
@@ -58,6 +59,11 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         mesh = ",".join(f"{axis}={size}" for axis, size in self.mesh.items())
         return f"mesh {mesh}, layout {','.join(f'{dim}={axis}' for dim, axis in self.layout.items())}"
 
+    def flags(self) -> list[str]:
+        """What `paceline run` is given to have this cut."""
+        mesh, layout = (",".join(f"{a}={b}" for a, b in pairs.items()) for pairs in (self.mesh, self.layout))
+        return ["--mesh", mesh, "--layout", layout]
+
 
 class Stages(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="stages"):
     """By layer: every device has some of the layers, and micro-batches go from one to the next."""
@@ -66,6 +72,8 @@ class Stages(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     micro_batches: int = 1
     schedule: str = "1f1b"
     cut_at: tuple[str, ...] = ()  # modules at which a new stage begins; none: by measured cost
+
+    parts_of_batch: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         if self.stages < 1:
@@ -88,12 +96,19 @@ class Stages(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def words(self) -> str:
         return f"{self.stages} stages, {self.micro_batches} micro-batches, {self.schedule}"
 
+    def flags(self) -> list[str]:
+        """What `paceline run` is given to have this cut."""
+        flags = ["--stages", str(self.stages), "--micro-batches", str(self.micro_batches), "--schedule", self.schedule]
+        return [*flags, "--cut-at", ",".join(self.cut_at)] if self.cut_at else flags
+
 
 class Tiles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="tiles"):
     """By image region: every device has a tile of each activation, and halos are exchanged."""
 
     rows: int
     columns: int = 1
+
+    parts_of_batch: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.columns < 1:
@@ -107,12 +122,18 @@ class Tiles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def words(self) -> str:
         return f"tiles {self.rows}x{self.columns}"
 
+    def flags(self) -> list[str]:
+        """What `paceline run` is given to have this cut."""
+        return ["--tiles", f"{self.rows}x{self.columns}"]
+
 
 class Wavefront(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="wavefront"):
     """Stacked recurrent layers by layer and time: layer l works at block t while layer l + 1 works at block t - 1."""
 
     parts: int
     time_block: int = 8
+
+    parts_of_batch: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         if self.parts < 1:
@@ -127,6 +148,10 @@ class Wavefront(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def words(self) -> str:
         return f"wavefront {self.parts}, time blocks of {self.time_block}"
+
+    def flags(self) -> list[str]:
+        """What `paceline run` is given to have this cut."""
+        return ["--wavefront", str(self.parts), "--time-block", str(self.time_block)]
 
 
 Split = Layout | Stages | Tiles | Wavefront
