@@ -10,12 +10,15 @@ A process learns its place once, at the first `Trainer` or `distribute`, from on
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
-from paceline.errors import InvalidInput, LaunchError
-from paceline.strategy import Mirrored, Strategy
+from paceline.errors import InvalidInput, LaunchError, StrategyError
+from paceline.strategy import Mirrored, Strategy, difference
 
 PLACE_VARIABLE = "PACELINE_PLACE"
 INTERRUPTED = 130  # exit code of a run that was asked to stop
@@ -63,6 +66,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     strategy: Strategy = Mirrored()
     servers: ServersPlace | None = None
     recording: Recording | None = None
+    # "reference": one process that something else is compared with, whatever strategy the script names
+    started_by: Literal["paceline run", "torchrun", "python", "reference"] = "paceline run"
     dims: dict[str, str] = {}  # names of parameters' dims, as the script gives them
     dims_to: str | None = None  # write down what dims the model has, in this file, and end (`paceline dims`)
 
@@ -100,7 +105,35 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place:
         return msgspec.json.decode(given, type=Place)
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return _from_torchrun(environment)
-    return Place(row=0, rows=1)
+    return Place(row=0, rows=1, started_by="python")
+
+
+def settle(place: Place, strategy: Strategy | None) -> Place:
+    """The place, with the strategy that the script itself names, if it does: that must be what was started."""
+    if strategy is None or place.started_by == "reference":
+        return place
+    if place.started_by == "paceline run":
+        if (differs := difference(strategy, place.strategy)) is not None:
+            name, wanted, started, how = differs
+            raise StrategyError(name, wanted, f"this run was started with {started!r}, start it {how}")
+        return place
+    name = "servers" if strategy.server_processes else "split" if strategy.devices > 1 else "replicas"
+    value = strategy.server_processes or strategy.settings[name]
+    if place.started_by == "torchrun":
+        if strategy.server_processes or strategy.devices > 1:
+            raise StrategyError(name, value, f"torchrun starts replicas alone, start it with `{_command(strategy)}`")
+        if strategy.replicas != place.world:
+            expected = f"torchrun has started {place.world}, give it as many processes, or `{_command(strategy)}`"
+            raise StrategyError(name, value, expected)
+    elif strategy.processes > 1 or strategy.server_processes:
+        raise StrategyError(name, value, f"this is one process, start it with `{_command(strategy)}`")
+    return msgspec.structs.replace(place, strategy=strategy)
+
+
+def _command(strategy: Strategy) -> str:
+    """What to type to run this script by that strategy."""
+    script, *arguments = sys.argv
+    return shlex.join(["paceline", "run", script, *strategy.flags(), *(["--", *arguments] if arguments else [])])
 
 
 def _from_torchrun(environment: Mapping[str, str]) -> Place:
@@ -124,5 +157,6 @@ def _from_torchrun(environment: Mapping[str, str]) -> Place:
         host=rank // on_host,
         hosts=world // on_host,
         rendezvous=rendezvous,
+        started_by="torchrun",
         strategy=Mirrored(replicas=world),
     )

@@ -168,11 +168,36 @@ class Centralized(_Strategy, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 Strategy = Mirrored | Centralized
 
 
+def difference(wanted: Strategy, started: Strategy) -> tuple[str, object, object, str] | None:
+    """The first field in which two strategies differ: its name, both values, and what to change in the flags of
+    `started` to get `wanted`; None if they are the same.
+
+    >>> difference(Mirrored(replicas=2, wire="bf16"), Mirrored(replicas=2, exchange="shared"))
+    ('wire', 'bf16', 'fp32', 'with --wire bf16, without --exchange')
+    """
+    if wanted == started:
+        return None
+    one, other = wanted.settings, started.settings
+    names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+    name = names[0] if wanted.on_servers == started.on_servers else "servers"
+    mine, theirs = _by_flag(wanted.flags()), _by_flag(started.flags())
+    add = [f"with {' '.join(words)}" for flag, words in mine.items() if theirs.get(flag) != words]
+    leave = [f"without {flag}" for flag in theirs if flag not in mine]
+    return name.removesuffix("_s"), one.get(name), other.get(name), ", ".join([*add, *leave])
+
+
+def _by_flag(flags: Sequence[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for word in flags:
+        (found.setdefault(word, []) if word.startswith("--") else found[next(reversed(found))]).append(word)
+    return found
+
+
 def _given(strategy: _Strategy, flags: dict[str, str]) -> list[str]:
     """The flags of those fields that are not at their default."""
     default = type(strategy)()
     given = [name for name in flags if getattr(strategy, name) != getattr(default, name)]
-    return [word for name in given for word in (flags[name], str(getattr(strategy, name)))]
+    return [word for name in given for word in (flags[name], str(getattr(strategy, name)).removesuffix(".0"))]
 
 
 def one_of(field: str, value: str, choices: Sequence[str]) -> str:

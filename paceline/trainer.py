@@ -28,7 +28,7 @@ from paceline.loop.training_loop import Training, TrainingLoop
 from paceline.opening import open_engine
 from paceline.optim.models import evaluating
 from paceline.rules import Rule
-from paceline.run_place import Place, find_place
+from paceline.run_place import find_place, settle
 from paceline.split.cut import Loss
 from paceline.strategy import Strategy
 
@@ -66,7 +66,7 @@ class Trainer:
             )
         self.model = model
         self.optimizer = optimizer
-        self._place = msgspec.structs.replace(_settled(find_place(), strategy), dims=dict(dims or {}))
+        self._place = msgspec.structs.replace(settle(find_place(), strategy), dims=dict(dims or {}))
         training = Training(model, optimizer, scheduler, clip_norm, Passes(loss, accumulate), self._place)
         self._loop = TrainingLoop(training, open_engine(training))
 
@@ -216,17 +216,3 @@ class Trainer:
     def close(self) -> None:
         """Let go of shared memory and of servers. Not needed at the end of a script."""
         self._loop.close()
-
-
-def _settled(place: Place, strategy: Strategy | None) -> Place:
-    """The place, with the script's own strategy if it names one: it must be what was started."""
-    if strategy is None:
-        return place
-    if strategy.replicas != place.strategy.replicas:
-        raise StrategyError(
-            "replicas",
-            strategy.replicas,
-            f"this run has {place.strategy.replicas}; start it with "
-            f"`paceline run SCRIPT --replicas {strategy.replicas}`",
-        )
-    return place

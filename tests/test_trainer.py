@@ -102,7 +102,7 @@ def test_a_ledger_is_asked_for_before_there_is_one() -> None:
     [
         ({"clip_norm": 0.0}, "clip_norm is 0.0: give a number above 0, or None"),
         ({"accumulate": 0}, "accumulate is 0: give a whole number of passes from 1 up"),
-        ({"strategy": pl.Mirrored(replicas=2)}, "replicas is 2: this run has 1; start it with `paceline run SCRIPT"),
+        ({"strategy": pl.Mirrored(replicas=2)}, "replicas is 2: this is one process, start it with `paceline run "),
     ],
     ids=["clip_norm", "accumulate", "strategy"],
 )
@@ -183,7 +183,7 @@ SENTENCES = {
     "a_loss_that_is_not_a_number_any_more": "loss is nan: it must be finite (at step 3 on replica {me})",
     "a_loss_a_sample": "loss is 'a tensor of shape (2, 1)': return its mean, a scalar (at step 0 on replica {me})",
     "a_batch_that_is_never_trained_on": "the batch of update 0 was drawn and never trained on: give every batch to",
-    "a_strategy_of_other_size": ("replicas is 3: this run has 2; start it with `paceline run SCRIPT --replicas 3`"),
+    "a_strategy_of_other_size": "replicas is 3: this run was started with 2, start it with --replicas 3",
 }
 
 

@@ -47,7 +47,7 @@ def execute(options: argparse.Namespace) -> int:
 def _run(script: str, arguments: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="paceline-dims-") as scratch:
         path = Path(scratch) / "dims.json"
-        place = msgspec.json.encode(Place(row=0, rows=1, dims_to=str(path))).decode()
+        place = msgspec.json.encode(Place(row=0, rows=1, dims_to=str(path), started_by="reference")).decode()
         outcome = subprocess.run(
             [sys.executable, script, *arguments],
             env={**os.environ, PLACE_VARIABLE: place},

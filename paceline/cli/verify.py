@@ -84,7 +84,7 @@ def _tolerance(text: str | None) -> float:
 
 
 def _run_alone(plan: Plan, recording: Recording) -> None:
-    place = msgspec.json.encode(Place(row=0, rows=1, recording=recording)).decode()
+    place = msgspec.json.encode(Place(row=0, rows=1, recording=recording, started_by="reference")).decode()
     outcome = subprocess.run(
         [sys.executable, plan.script, *plan.arguments],
         env={**os.environ, PLACE_VARIABLE: place},
