@@ -32,6 +32,7 @@ from paceline.mirrored.reducer import MeanReducer
 from paceline.mirrored.shared_model import SharedModel
 from paceline.optim.shard_optimizer import ShardOptimizer
 from paceline.run_place import Place, find_place
+from paceline.torch_private import after_backward, mark_stepped
 
 Model = TypeVar("Model", bound=nn.Module)
 SomeOptimizer = TypeVar("SomeOptimizer", bound=Optimizer)
@@ -125,7 +126,7 @@ class _Distributed:
                 parameter.grad = view
             if self._exchanging and not self._queued:
                 self._queued = True
-                torch.autograd.Variable._execution_engine.queue_callback(self._exchange)
+                after_backward(self._exchange)
 
         return landed
 
@@ -176,7 +177,7 @@ class _Distributed:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            optimizer._opt_called = True  # type: ignore[attr-defined]
+            mark_stepped(optimizer)
             distributed._step()
             return loss
 

@@ -3,6 +3,8 @@
 The first optimizer that is made loads `torch._dynamo`, a thousand modules, only to tell it to keep out of
 `Optimizer.add_param_group` and a few other methods; and so does the first `step`. As long as nobody else has loaded
 it, it does keep out. So the optimizers go without it until somebody has; from then on they are torch's own again.
+
+This is left alone on a torch that we do not know, and with `PACELINE_PLAIN_TORCH=1` (`torch_private.py`).
 """
 
 from __future__ import annotations
@@ -15,12 +17,11 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+from paceline.torch_private import COMPILER, KNOWN_TO_COMPILER, STEP_DECORATOR, may_borrow
+
 Method = Callable[..., Any]
 
-COMPILER = "torch._dynamo"
 OPTIMIZERS = "torch.optim.optimizer"
-STEPS = "_use_grad_for_differentiable"  # the decorator of every optimizer's `step`
-TOLD = "__dynamo_disable"  # where `torch._compile` keeps, at a method, the form of it that the compiler knows
 
 
 def load_compiler_late() -> None:
@@ -50,11 +51,12 @@ class _Loader(Loader):
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._loader  # nobody sees that it was another
         self._loader.exec_module(module)
+        if not may_borrow(sys.modules["torch"].__version__) or not hasattr(module, STEP_DECORATOR):
+            return
         for method in vars(module.Optimizer).values():
             if (function := getattr(method, "__wrapped__", None)) is not None:
-                setattr(function, TOLD, _without_compiler(method, function))
-        if hasattr(module, STEPS):
-            setattr(module, STEPS, _steps_without_compiler(getattr(module, STEPS)))
+                setattr(function, KNOWN_TO_COMPILER, _without_compiler(method, function))
+        setattr(module, STEP_DECORATOR, _steps_without_compiler(getattr(module, STEP_DECORATOR)))
 
 
 def _without_compiler(method: Method, function: Method) -> Method:
@@ -63,8 +65,8 @@ def _without_compiler(method: Method, function: Method) -> Method:
     def call(*arguments: Any, **options: Any) -> Any:
         if COMPILER not in sys.modules:
             return function(*arguments, **options)
-        if getattr(function, TOLD, None) is call:
-            delattr(function, TOLD)
+        if getattr(function, KNOWN_TO_COMPILER, None) is call:
+            delattr(function, KNOWN_TO_COMPILER)
         return method(*arguments, **options)
 
     return call

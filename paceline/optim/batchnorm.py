@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from paceline.torch_private import AnyBatchNorm, keep_compiler_out
 
 Sum = Callable[[torch.Tensor], torch.Tensor]
 
@@ -35,16 +35,16 @@ class Statistics:
 
 
 def has_batchnorm(model: nn.Module) -> bool:
-    return any(isinstance(module, _BatchNorm) for module in model.modules())
+    return any(isinstance(module, AnyBatchNorm) for module in model.modules())
 
 
 def make_exact(model: nn.Module, statistics: Statistics) -> Callable[[], None]:
     """Let every BatchNorm of `model` use statistics over all parts. Returns what undoes it.
 
     A cut may give some of them another `_statistics`."""
-    changed: list[tuple[_BatchNorm, type[_BatchNorm]]] = []
+    changed: list[tuple[AnyBatchNorm, type[AnyBatchNorm]]] = []
     for module in model.modules():
-        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
+        if isinstance(module, AnyBatchNorm) and not isinstance(module, nn.SyncBatchNorm):
             changed.append((module, type(module)))
             module.__class__ = _exact_kind(type(module))
             module._statistics = statistics  # type: ignore[assignment]
@@ -57,7 +57,7 @@ def make_exact(model: nn.Module, statistics: Statistics) -> Callable[[], None]:
     return undo
 
 
-def _exact_kind(kind: type[_BatchNorm]) -> type[_BatchNorm]:
+def _exact_kind(kind: type[AnyBatchNorm]) -> type[AnyBatchNorm]:
     """`kind` with another forward: same name, same parameters, same state_dict."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -73,7 +73,7 @@ def _exact_kind(kind: type[_BatchNorm]) -> type[_BatchNorm]:
     return type(kind.__name__, (kind,), {"forward": forward})
 
 
-def _exact_forward(module: _BatchNorm, x: torch.Tensor, total: Sum) -> torch.Tensor:
+def _exact_forward(module: AnyBatchNorm, x: torch.Tensor, total: Sum) -> torch.Tensor:
     module._check_input_dim(x)  # type: ignore[no-untyped-call]
     normalized, mean, variance, count = _ExactBatchNorm.apply(  # type: ignore[no-untyped-call]
         x, module.weight, module.bias, module.eps, total
@@ -90,7 +90,7 @@ def _exact_forward(module: _BatchNorm, x: torch.Tensor, total: Sum) -> torch.Ten
     return normalized  # type: ignore[no-any-return]
 
 
-_uncompiled_forward = _disable_dynamo(_exact_forward)
+_uncompiled_forward = keep_compiler_out(_exact_forward)
 
 
 class _ExactBatchNorm(torch.autograd.Function):

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Protocol
 
 import torch
 
-from paceline.optim import linear_gradients as products
+from paceline.optim import linear_gradients
 
 
 class Destination(Protocol):
@@ -93,10 +94,14 @@ class GradientCollector:
         ]
         # Not if somebody waits for complete gradients: an operator does not know whether it is the last to add.
         numbered = enumerate(parameters) if landed is None else ()
-        self._leads = [parameter for slot, parameter in numbered if products.lead(parameter, self, slot)]
+        self._written_in_place = [
+            parameter
+            for slot, parameter in numbered
+            if linear_gradients.register(parameter, partial(self.write_product, slot))
+        ]
 
-    def multiply(self, slot: int, one: torch.Tensor, other: torch.Tensor) -> bool:
-        """Have a gradient that is this product where it goes; False if none is collected now."""
+    def write_product(self, slot: int, one: torch.Tensor, other: torch.Tensor) -> bool:
+        """Write a gradient that is this product where it goes; returns False if none is collected now."""
         destination = self._destinations[slot]
         if not self._collecting or not isinstance(destination, Whole):
             return False
@@ -122,8 +127,8 @@ class GradientCollector:
         """A step begins: whatever backward produces from now on belongs to it."""
         self._seen = [False] * len(self._parameters)
         self._collecting = True
-        if self._leads:
-            products.begin(self)
+        if self._written_in_place:
+            linear_gradients.begin(self)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -138,7 +143,7 @@ class GradientCollector:
     def stop(self) -> None:
         """Collect no more: what backward produces from now on belongs to no step."""
         self._collecting = False
-        products.end(self)
+        linear_gradients.end(self)
 
     def last_pass(self, is_last: bool) -> None:
         """Whether the coming backward is the step's last one: then what lands is complete."""
@@ -171,5 +176,5 @@ class GradientCollector:
         self.stop()
         for handle in self._handles:
             handle.remove()
-        for parameter in self._leads:
-            products.forget(parameter)
+        for parameter in self._written_in_place:
+            linear_gradients.unregister(parameter)

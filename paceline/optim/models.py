@@ -12,12 +12,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.errors import ModelError
+from paceline.torch_private import inside_compiled
 
 
 def own_state(model: nn.Module) -> nn.Module:
     """The module whose state_dict has the user's own keys: a compiled model wraps it."""
-    inner = getattr(model, "_orig_mod", None)
-    return inner if isinstance(inner, nn.Module) else model
+    inner = inside_compiled(model)
+    return model if inner is None else inner
 
 
 def parameter_names(model: nn.Module) -> dict[torch.Tensor, str]:

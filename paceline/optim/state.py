@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from paceline.errors import ModelError
 from paceline.memory.layout import FlatLayout, Piece, Slot, aligned
+from paceline.torch_private import STEP_HOOKS
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
@@ -77,11 +78,10 @@ def needs_whole_tensors(optimizer: Optimizer) -> bool:
     for refused, why in REFUSED.items():
         if issubclass(kind, refused):
             raise ModelError("optimizer", kind.__name__, why)
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        if getattr(optimizer, hooks, None):
-            raise ModelError(
-                "optimizer", kind.__name__, "step hooks are not called by owners; do that work after trainer.step"
-            )
+    if any(getattr(optimizer, hooks, None) for hooks in STEP_HOOKS):
+        raise ModelError(
+            "optimizer", kind.__name__, "step hooks are not called by owners; do that work after trainer.step"
+        )
     return kind not in ELEMENTWISE
 
 
@@ -169,7 +169,6 @@ def bare_copy(optimizer: Optimizer) -> Optimizer:
     bare = copy.copy(optimizer)
     bare.__dict__.pop("step", None)  # a scheduler replaces it by a wrapper bound to the original
     bare.__dict__["state"] = defaultdict(dict)
-    bare.__dict__["_optimizer_step_pre_hooks"] = OrderedDict()
-    bare.__dict__["_optimizer_step_post_hooks"] = OrderedDict()
+    bare.__dict__.update({hooks: OrderedDict() for hooks in STEP_HOOKS})
     bare.param_groups = []
     return bare

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
+
 from tests.conftest import Start
 
 START = """
@@ -31,8 +33,8 @@ def loaded():
 """
 
 
-def run(text: str) -> Any:
-    ended = subprocess.run([sys.executable, "-c", START + text], capture_output=True, text=True, timeout=100)
+def run(text: str, before: str = START) -> Any:
+    ended = subprocess.run([sys.executable, "-c", before + text], capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)
 
@@ -50,6 +52,35 @@ print(json.dumps([loaded(), torch.is_grad_enabled(), [p.tolist() for p in model.
     with_it = run(text.replace("{before}", "import torch._dynamo"))
     assert (without[0], with_it[0]) == (False, True)
     assert without[1:] == with_it[1:]
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        "os.environ['PACELINE_PLAIN_TORCH'] = '1'",
+        "torch_private.TESTED = ((9, 0), (9, 1))",
+        "quick_start.STEP_DECORATOR = '_no_such_name'",
+    ],
+    ids=["switched off", "another version", "another name"],
+)
+def test_a_torch_that_is_not_known_is_left_as_it_is(unknown: str) -> None:
+    text = """
+import os, sys
+from paceline import torch_private
+from paceline.launch import quick_start
+{unknown}
+quick_start.load_compiler_late()
+import json, torch
+step = torch.optim.SGD.step.__code__.co_filename
+functions = [getattr(method, "__wrapped__", None) for method in vars(torch.optim.Optimizer).values()]
+told = any(hasattr(function, "__dynamo_disable") for function in functions)
+torch.optim.SGD([torch.ones(2)])
+print(json.dumps([step, told, "torch._dynamo" in sys.modules]))
+"""
+    step, told, loaded = run(text.replace("{unknown}", unknown), before="")
+    assert step.endswith("optimizer.py")
+    assert not told
+    assert loaded
 
 
 def test_from_the_first_compilation_on_the_methods_are_those_of_torch() -> None:

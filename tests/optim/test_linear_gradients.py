@@ -32,13 +32,13 @@ def any_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The slots whose gradients were computed where they go."""
     found: list[int] = []
-    multiply = GradientCollector.multiply
+    write = GradientCollector.write_product
 
     def count(self: GradientCollector, slot: int, one: torch.Tensor, other: torch.Tensor) -> bool:
         found.append(slot)
-        return multiply(self, slot, one, other)
+        return write(self, slot, one, other)
 
-    monkeypatch.setattr(GradientCollector, "multiply", count)
+    monkeypatch.setattr(GradientCollector, "write_product", count)
     return found
 
 
@@ -79,7 +79,7 @@ def collected(model: nn.Module, loss: Loss, inputs: list[torch.Tensor]) -> None:
         torch.testing.assert_close(place, wanted, msg=lambda text, name=name: f"{name}: {text}")
     assert all(parameter.grad is None for parameter in parameters)
     collector.close()
-    assert all(products.place_of(parameter) is None for parameter in parameters)
+    assert all(products._writer_of(parameter) is None for parameter in parameters)
 
 
 @pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 3, 5), (0, 5)])

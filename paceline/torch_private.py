@@ -1,0 +1,177 @@
+"""What Paceline uses of torch's private parts: all of it, what each is for, and what happens where it is missing.
+
+Two of our accelerations are loans, because they change what torch does: its compiler is loaded late
+(`launch/quick_start.py`), and linear layers write their gradient in place (`optim/linear_gradients.py`). Both stay away
+from a torch that they were not tested with, and `PACELINE_PLAIN_TORCH=1` switches both off; results are the same, and
+starts and steps take longer. Whatever else is missing is said in a sentence as soon as it is asked for.
+
+Nothing of torch is imported before it is asked for: the compiler's late loading has to be in place earlier.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import PacelineError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch._C import _are_functorch_transforms_active as inside_torch_func
+    from torch._C import _will_engine_execute_node as backward_will_run
+    from torch._compile import _disable_dynamo as keep_compiler_out
+    from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
+    from torch.optim import Optimizer
+    from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+__all__ = [
+    "AnyBatchNorm",
+    "TreeSpec",
+    "backward_will_run",
+    "inside_torch_func",
+    "keep_compiler_out",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_unflatten",
+]
+
+_TREES = "torch.utils._pytree"
+_WHERE = {
+    # The base of every BatchNorm, a user's own included. Without it there is no telling which modules need statistics.
+    "AnyBatchNorm": ("torch.nn.modules.batchnorm", "_BatchNorm"),
+    # `torch.compiler.disable` that does not load the compiler before there is something to compile.
+    "keep_compiler_out": ("torch._compile", "_disable_dynamo"),
+    # Tuples, lists and dicts of tensors: batches, and what modules take and return. torch has no public name for them.
+    "TreeSpec": (_TREES, "TreeSpec"),
+    "tree_flatten": (_TREES, "tree_flatten"),
+    "tree_leaves": (_TREES, "tree_leaves"),
+    "tree_map": (_TREES, "tree_map"),
+    "tree_unflatten": (_TREES, "tree_unflatten"),
+    # Of the linear layers, a loan: whether a node's gradient is accumulated by the backward that is running, and
+    # whether `torch.func` is at work.
+    "backward_will_run": ("torch._C", "_will_engine_execute_node"),
+    "inside_torch_func": ("torch._C", "_are_functorch_transforms_active"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, there = _WHERE[name]
+    try:
+        found = getattr(importlib.import_module(module), there)
+    except (ImportError, AttributeError):
+        version = sys.modules["torch"].__version__
+        raise PacelineError(f"torch {version} has no {module}.{there}: use torch {_words(TESTED)}") from None
+    globals()[name] = found  # and is not asked for again
+    return found
+
+
+# ── the loans ────────────────────────────────────────────────────────────────────────────────────────────────
+
+TESTED = ((2, 9), (2, 15))  # the oldest and the newest torch that all tests of the loans have run with
+PLAIN_TORCH = "PACELINE_PLAIN_TORCH"
+
+# For the compiler's late loading: the module that is not to be loaded; the decorator of every optimizer's `step`, which
+# loads it; and where `torch._compile` keeps, at a method, the form of it that the compiler knows.
+COMPILER = "torch._dynamo"
+STEP_DECORATOR = "_use_grad_for_differentiable"
+KNOWN_TO_COMPILER = "__dynamo_disable"
+
+
+def may_borrow(version: str) -> bool:
+    """Whether the loans may be taken of this torch: it is a release that they were tested with, and nobody objects.
+
+    >>> may_borrow("2.13.0+cpu"), may_borrow("2.8.1"), may_borrow("2.14.0a0+git1234"), may_borrow("3.0.0")
+    (True, False, False, False)
+    """
+    release = re.fullmatch(r"(\d+)\.(\d+)\.\d+(\+\w+)?", version)
+    if release is None or os.environ.get(PLAIN_TORCH, "0") not in ("", "0"):
+        return False
+    return TESTED[0] <= (int(release[1]), int(release[2])) <= TESTED[1]
+
+
+def can_follow_gradients() -> bool:
+    """Whether the linear layers may write their gradients in place: all that tells them when not to is there."""
+    import torch
+    from torch.autograd import forward_ad
+
+    return (
+        may_borrow(torch.__version__)
+        and all(hasattr(torch._C, _WHERE[name][1]) for name in ("backward_will_run", "inside_torch_func"))
+        and all(hasattr(torch.Tensor, name) for name in ("_backward_hooks", "_post_accumulate_grad_hooks", "_is_view"))
+        and hasattr(torch._C, "_len_torch_function_stack")
+        and hasattr(torch.overrides, "_get_current_function_mode_stack")
+        and hasattr(torch.ops.aten, "_unsafe_view")
+        and hasattr(forward_ad, "_current_level")
+    )
+
+
+def is_watched(weight: torch.Tensor) -> bool:
+    """Whether hooks of the user's want to see this parameter's gradient; one is the collector's own."""
+    return bool(weight._backward_hooks) or len(weight._post_accumulate_grad_hooks or ()) > 1
+
+
+def function_modes() -> list[Any]:
+    """Every `TorchFunctionMode` that is active."""
+    import torch
+
+    if not torch._C._len_torch_function_stack():
+        return []
+    return torch.overrides._get_current_function_mode_stack()  # type: ignore[no-any-return, no-untyped-call]
+
+
+def inside_forward_derivative() -> bool:
+    """Whether derivatives are being taken forwards."""
+    from torch.autograd import forward_ad
+
+    return forward_ad._current_level >= 0
+
+
+def not_a_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory: autograd lets nobody change a view in place that a function of ours has returned."""
+    import torch
+
+    return torch.ops.aten._unsafe_view(tensor, tensor.shape) if tensor._is_view() else tensor
+
+
+# ── modules and optimizers ───────────────────────────────────────────────────────────────────────────────────
+
+
+def inside_compiled(model: nn.Module) -> nn.Module | None:
+    """The user's module inside of one that `torch.compile` has returned; None of any other."""
+    inner: nn.Module | None = getattr(model, "_orig_mod", None)
+    return inner
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether the compiler runs this module, by `torch.compile(model)` or `model.compile()`."""
+    return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
+
+
+# Where an optimizer keeps its hooks around `step`. Owners do not call them, so an optimizer that has some is refused;
+# under another name they would be called for every chunk.
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def mark_stepped(optimizer: Optimizer) -> None:
+    """Tell schedulers that an update was made: by owners, here. Where the mark has another name, schedulers warn."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def after_backward(act: Callable[[], None]) -> None:
+    """Have `act` called at the end of the backward that is running; DDP does it so. There is no public name for it."""
+    import torch
+
+    torch.autograd.Variable._execution_engine.queue_callback(act)
+
+
+def _words(versions: tuple[tuple[int, int], tuple[int, int]]) -> str:
+    (old, older), (new, newer) = versions
+    return f"{old}.{older} to {new}.{newer}"
