@@ -5,6 +5,9 @@ Two of our accelerations are loans, because they change what torch does: its com
 from a torch that they were not tested with, and `PACELINE_PLAIN_TORCH=1` switches both off; results are the same, and
 starts and steps take longer. Whatever else is missing is said in a sentence as soon as it is asked for.
 
+Elsewhere there are only private names that torch's own documentation tells users to take:
+`Tensor._make_wrapper_subclass` and `torch._C.DisableTorchFunctionSubclass` (extending torch), of tiles.
+
 Nothing of torch is imported before it is asked for: the compiler's late loading has to be in place earlier.
 """
 
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch._C import _are_functorch_transforms_active as inside_torch_func
+    from torch._C import _set_grad_enabled as set_grad_mode
     from torch._C import _will_engine_execute_node as backward_will_run
     from torch._compile import _disable_dynamo as keep_compiler_out
     from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
@@ -35,6 +39,7 @@ __all__ = [
     "backward_will_run",
     "inside_torch_func",
     "keep_compiler_out",
+    "set_grad_mode",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -53,6 +58,8 @@ _WHERE = {
     "tree_leaves": (_TREES, "tree_leaves"),
     "tree_map": (_TREES, "tree_map"),
     "tree_unflatten": (_TREES, "tree_unflatten"),
+    # What `torch.no_grad` comes to in a traced graph: a function that is called there by itself.
+    "set_grad_mode": ("torch._C", "_set_grad_enabled"),
     # Of the linear layers, a loan: whether a node's gradient is accumulated by the backward that is running, and
     # whether `torch.func` is at work.
     "backward_will_run": ("torch._C", "_will_engine_execute_node"),

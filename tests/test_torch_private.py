@@ -2,16 +2,43 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import paceline
 from paceline import torch_private
 from paceline.errors import PacelineError
 from paceline.optim import linear_gradients
 from paceline.optim.gradients import GradientCollector, Whole
 from tests.conftest import Start
+
+PACKAGE = Path(paceline.__file__).parent
+DOCUMENTED = {"torch.Tensor._make_wrapper_subclass", "torch._C.DisableTorchFunctionSubclass", "torch._C"}  # by torch
+ONLY_THERE = {"_orig_mod", "_opt_called", "_compiled_call_impl", "_execution_engine", "_post_accumulate_grad_hooks"}
+
+
+def private_names(path: Path) -> set[str]:
+    """What a file takes of torch that begins with an underscore."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            text = ast.unparse(node)
+            found |= {text} if re.fullmatch(r"(torch|nn|F)\.[\w.]+", text) else {node.attr} & ONLY_THERE
+    return {name for name in found if re.search(r"(^|\.)_[a-zA-Z]", name)} - DOCUMENTED
+
+
+def test_private_names_of_torch_are_in_one_file() -> None:
+    found = {str(path.relative_to(PACKAGE)): private_names(path) for path in PACKAGE.rglob("*.py")}
+    assert found.pop("torch_private.py")
+    assert {path: names for path, names in found.items() if names} == {}
 
 
 def test_a_name_that_torch_does_not_have_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

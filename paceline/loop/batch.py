@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from paceline.data.feed import Ahead
 from paceline.errors import PacelineError
 from paceline.loop.engine import Chapter, Computed, Samples, Work, Worker
 from paceline.loop.passes import Passes
+from paceline.torch_private import tree_map
 
 
 class MicroBatches(list[Any]):

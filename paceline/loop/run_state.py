@@ -20,6 +20,7 @@ from paceline.checkpoint import Checkpoint
 from paceline.data.ledger import Count, Ledger, LedgerState
 from paceline.errors import CheckpointError
 from paceline.evaluations import EvaluationResult
+from paceline.torch_private import mark_stepped
 
 StateByName = dict[str, dict[str, Any]]  # an optimizer's, by parameter name
 RANDOM_STATE = "random/torch"
@@ -140,7 +141,7 @@ class Schedule:
     def catch_up(self, steps: int) -> None:
         """Steps the scheduler as often as the run has made a step."""
         # A scheduler warns unless it has seen its optimizer step; here the owners' optimizers have.
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+        mark_stepped(self._optimizer)
         while self._told < steps:
             if self._scheduler is not None:
                 self._scheduler.step()

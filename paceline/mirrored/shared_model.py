@@ -24,6 +24,7 @@ from paceline.memory.layout import aligned
 from paceline.memory.model_arena import ModelArena, Sizes
 from paceline.optim.model_in_arena import SMALLEST_SCRATCH_BYTES, ModelInArena
 from paceline.optim.state import StateLayout
+from paceline.torch_private import AnyBatchNorm
 
 
 class SharedModel(ModelInArena):
@@ -153,7 +154,7 @@ class SharedModel(ModelInArena):
 
 def _scratch_bytes(model: nn.Module) -> int:
     """Room for the statistics of the widest BatchNorm: two sums and a count, in float64."""
-    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    norms = [module for module in model.modules() if isinstance(module, AnyBatchNorm)]
     widest = max((module.num_features for module in norms), default=0)
     return max(SMALLEST_SCRATCH_BYTES, aligned((2 * widest + 1) * 8))
 

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.errors import DataError
 from paceline.exchange.board import Members
@@ -18,6 +17,7 @@ from paceline.exchange.sums import SharedSums
 from paceline.mirrored.between_hosts import OneHost
 from paceline.mirrored.step_parts import StepPart
 from paceline.optim.batchnorm import Statistics, has_batchnorm, make_exact
+from paceline.torch_private import AnyBatchNorm
 
 
 class BatchStatistics(StepPart):
@@ -44,7 +44,7 @@ class BatchStatistics(StepPart):
     def over_devices(self, is_over: Callable[[nn.Module], bool]) -> None:
         """These see a part of each sample: their statistics are sums over the devices too."""
         for module in self._model.modules():
-            if isinstance(module, _BatchNorm) and is_over(module):
+            if isinstance(module, AnyBatchNorm) and is_over(module):
                 module._statistics = self._of_all_devices  # type: ignore[assignment]
 
     @contextmanager

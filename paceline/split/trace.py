@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.fx.proxy import TraceError
-from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from paceline.errors import ModelError
 from paceline.split.stacks import stack_of
+from paceline.torch_private import TreeSpec, is_compiled, set_grad_mode, tree_unflatten
 
 _CONTAINERS = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _FACTORIES = (
@@ -188,7 +188,7 @@ class _Tracer(fx.Tracer):
         return call, []
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if module_qualified_name in self._whole or hasattr(m, "_orig_mod") or m._compiled_call_impl is not None:
+        if module_qualified_name in self._whole or is_compiled(m):
             return True
         if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
             return True
@@ -250,7 +250,7 @@ class _Tracer(fx.Tracer):
         now = torch.is_grad_enabled()
         if now != self._grad_now:
             self._grad_now = now
-            node = super().create_node("call_function", torch._C._set_grad_enabled, (now,), {})
+            node = super().create_node("call_function", set_grad_mode, (now,), {})
             node.meta["grad"] = False  # neither begins nor ends a stage
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:

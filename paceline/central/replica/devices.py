@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from paceline.central.wire.protocol import Ended, Ticket
@@ -39,6 +38,7 @@ from paceline.split.cut import Check, Loss, capture
 from paceline.split.opening import open_cut
 from paceline.split.parts import Parts
 from paceline.split.values import Split
+from paceline.torch_private import AnyBatchNorm
 
 
 class Order(msgspec.Struct, frozen=True, tag=True):
@@ -164,7 +164,7 @@ class Devices:
             return
         self.cut.prepare(self.model, capture(self.model, call))
         for module in self.model.modules():
-            if isinstance(module, _BatchNorm) and self.cut.over_devices(module):
+            if isinstance(module, AnyBatchNorm) and self.cut.over_devices(module):
                 module._statistics = self._statistics  # type: ignore[assignment]
         destinations = self._parts.take()
         self._collector = GradientCollector(self._inside.trained, destinations, fresh=True)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+
+from paceline.torch_private import tree_leaves
 
 CREDIT = 4  # guesses that may be wrong before there are no more; right ones give it back
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
 
 from paceline.errors import ModelError, StrategyError
 from paceline.exchange.mailboxes import DeviceGroup, Peers
@@ -20,6 +19,7 @@ from paceline.split.layout.outside import Outside
 from paceline.split.layout.plan import Axes, Planner, Usage
 from paceline.split.trace import Traced, tensors
 from paceline.split.values import BATCH, Layout
+from paceline.torch_private import inside_compiled, tree_flatten
 
 
 class LayoutCut(Cut):
@@ -38,7 +38,7 @@ class LayoutCut(Cut):
         self._outside: Outside | None = None  # while the first loss is computed
 
     def prepare(self, model: nn.Module, example: Example) -> None:
-        if hasattr(model, "_orig_mod"):
+        if inside_compiled(model) is not None:
             raise ModelError("model", "compiled", "a model is cut first and compiled never, leave out torch.compile")
         self._model = model
         self._dimensions = dimensions = Dimensions(model)

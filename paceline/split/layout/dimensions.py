@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from paceline.split.cut import Example
 from paceline.split.layout.atoms import Atom, Dims
@@ -14,6 +13,7 @@ from paceline.split.layout.graph import Shapes, follow, on_meta
 from paceline.split.layout.names import Names
 from paceline.split.layout.rules import Trace
 from paceline.split.trace import Traced, tensors
+from paceline.torch_private import tree_leaves
 
 
 class Dimensions:

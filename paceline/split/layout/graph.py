@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_flatten
 
 from paceline.split.cut import Example
 from paceline.split.stacks import stack_of
 from paceline.split.trace import Traced, trace
+from paceline.torch_private import tree_flatten
 
 
 def follow(model: nn.Module, forward: Callable[..., Any], example: Example, *, grad: bool) -> Traced:

@@ -18,9 +18,10 @@ from torch import nn
 from paceline.errors import StrategyError, nearest_first
 from paceline.split.layout.atoms import Atom, Dims, leaves
 from paceline.split.values import BATCH
+from paceline.torch_private import AnyBatchNorm
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_LAYERS = (*_CONVOLUTIONS, nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm, nn.MultiheadAttention)
+_LAYERS = (*_CONVOLUTIONS, nn.Linear, nn.LayerNorm, nn.RMSNorm, AnyBatchNorm, nn.MultiheadAttention)
 
 
 _Role = tuple[str, type[nn.Module], tuple[int, ...], int, int]  # what atoms in blocks that are alike have in common

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from paceline.errors import ModelError
+from paceline.torch_private import tree_leaves
 
 
 class Outside(TorchFunctionMode):

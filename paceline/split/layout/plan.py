@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from paceline.errors import ModelError
 from paceline.exchange.mailboxes import DeviceGroup
@@ -29,6 +28,7 @@ from paceline.split.collectives import bounds, copied, reduced
 from paceline.split.layout import local
 from paceline.split.layout.atoms import Atom, Dim, leaves
 from paceline.split.layout.rules import Op, Trace, flat_dims
+from paceline.torch_private import tree_flatten, tree_unflatten
 
 Cuts = dict[Atom, str]  # atoms that are in parts, and the axis
 
@@ -212,7 +212,7 @@ class Planner:
 
     def _call(self, function: Any, arguments: tuple[Any, ...]) -> fx.Node:
         """A node that calls `function`. Code is made of a graph: what is not a node goes in with the function."""
-        given, structure = pytree.tree_flatten(arguments)
+        given, structure = tree_flatten(arguments)
         nodes = [leaf for leaf in given if isinstance(leaf, fx.Node)]
 
         places = [place for place, leaf in enumerate(given) if isinstance(leaf, fx.Node)]
@@ -222,7 +222,7 @@ class Planner:
             filled = list(given)
             for place, operand in zip(places, operands, strict=True):
                 filled[place] = operand
-            return function(*(filled if flat else pytree.tree_unflatten(filled, structure)))
+            return function(*(filled if flat else tree_unflatten(filled, structure)))
 
         call.__name__ = function.__name__
         return self._graph.call_function(call, tuple(nodes))

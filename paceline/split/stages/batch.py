@@ -7,10 +7,10 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.errors import DataError
 from paceline.split.collectives import bounds
+from paceline.torch_private import tree_leaves, tree_map
 
 
 def length_of(batch: Any) -> int:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from paceline.errors import DataError, ModelError
 from paceline.exchange.mailboxes import Peers
@@ -33,6 +32,7 @@ from paceline.split.stages.measure import Measured, buffers_used, measure
 from paceline.split.stages.part import Dice, StageModule
 from paceline.split.stages.schedule import FORWARD, order
 from paceline.split.trace import Traced, tensors, trace
+from paceline.torch_private import TreeSpec, is_compiled, tree_flatten, tree_unflatten
 
 MOST_WAYS = 64  # to call the model that are kept in mind
 
@@ -75,7 +75,7 @@ class StagesCut(Cut):
     # ── who does what ────────────────────────────────────────────────────────────────────────────────────
 
     def prepare(self, model: nn.Module, example: Example) -> None:
-        if hasattr(model, "_orig_mod") or model._compiled_call_impl is not None:
+        if is_compiled(model):
             raise ModelError(
                 "model", type(model).__name__, "a compiled model cannot be cut by layer, leave out torch.compile"
             )

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.errors import ModelError
 from paceline.split.stages.parcel import pack
 from paceline.split.trace import Traced
+from paceline.torch_private import tree_leaves, tree_map
 
 REPETITIONS = 3
 _COPIED_BYTES = 4 << 20

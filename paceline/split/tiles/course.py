@@ -16,12 +16,12 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from paceline.errors import ModelError
 from paceline.split.tiles import norms, pointwise, reductions, resize, spatial
 from paceline.split.tiles.moving import gathered
 from paceline.split.tiles.tile import Grid, Tile, find
+from paceline.torch_private import tree_map
 
 Func = Callable[..., Any]
 

@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from paceline.errors import ModelError, StrategyError
 from paceline.exchange.mailboxes import DeviceGroup, Peers
-from paceline.optim.models import in_mode
+from paceline.optim.models import in_mode, own_state
 from paceline.split.cut import SAME, WHOLE, Check, Cut, Example, Loss, TensorPart, train
 from paceline.split.tiles.course import TiledForward
 from paceline.split.tiles.moving import gathered
 from paceline.split.tiles.norms import TiledBatchNorm, batchnorms
 from paceline.split.tiles.tile import Grid, Tile
 from paceline.split.values import Tiles
+from paceline.torch_private import tree_map
 
 
 class TilesCut(Cut):
@@ -37,7 +37,7 @@ class TilesCut(Cut):
     def prepare(self, model: nn.Module, example: Example) -> None:
         if not self._course.grid.axes:
             return
-        whole, model = model, getattr(model, "_orig_mod", model)
+        whole, model = model, own_state(model)
         for module in batchnorms(model):
             self._norms[module] = TiledBatchNorm(self._course, module)
         forward = model.forward

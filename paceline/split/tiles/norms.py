@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.optim.batchnorm import _ExactBatchNorm
 from paceline.split.tiles.tile import Tile
+from paceline.torch_private import AnyBatchNorm
 
 Func = Callable[..., Any]
 
@@ -23,7 +23,7 @@ Func = Callable[..., Any]
 class TiledBatchNorm:
     """Takes the place of a BatchNorm's forward."""
 
-    def __init__(self, course: Any, module: _BatchNorm) -> None:
+    def __init__(self, course: Any, module: AnyBatchNorm) -> None:
         self._course, self._module = course, module
         self.sees_tiles = False  # in the run that shows what the model does: then its statistics are sums over devices
         module.forward = self  # type: ignore[method-assign, assignment]
@@ -94,5 +94,5 @@ def instance_norm(
     return group_norm(course, func, input, input.size(1), weight, bias, eps)
 
 
-def batchnorms(model: nn.Module) -> list[_BatchNorm]:
-    return [module for module in model.modules() if isinstance(module, _BatchNorm)]
+def batchnorms(model: nn.Module) -> list[AnyBatchNorm]:
+    return [module for module in model.modules() if isinstance(module, AnyBatchNorm)]

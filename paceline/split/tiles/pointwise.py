@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from paceline.split.tiles.tile import Tile, find
+from paceline.torch_private import tree_map
 
 Func = Callable[..., Any]
 

@@ -19,7 +19,8 @@ class Packed:
     def __init__(self, weight: Tensor, rows: int) -> None:
         """`rows`: how many there will be at a time, about."""
         self._weight = weight
-        serves = weight.dtype is torch.float32 and weight.device.type == "cpu" and torch._C._has_mkldnn
+        available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        serves = weight.dtype is torch.float32 and weight.device.type == "cpu" and available
         self._packed = _mkldnn._reorder_linear_weight(weight.contiguous(), rows) if serves and rows else None
 
     def times(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
