@@ -124,7 +124,9 @@ class GradientCollector:
         self._destinations = destinations
 
     def begin(self) -> None:
-        """A step begins: whatever backward produces from now on belongs to it."""
+        """A step begins: whatever backward produces from now on belongs to it, and what a script has left does not."""
+        for parameter in self._parameters:
+            parameter.grad = None
         self._seen = [False] * len(self._parameters)
         self._collecting = True
         if self._written_in_place:
