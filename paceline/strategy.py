@@ -138,11 +138,6 @@ class Centralized(_Strategy, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise StrategyError("in-graph", "set", "devices of a cut model are processes, leave it out")
 
     @property
-    def batchnorm(self) -> str:
-        """Statistics are each replica's own."""
-        return "local"
-
-    @property
     def processes(self) -> int:
         """How many processes the replicas of all hosts are."""
         return 1 if self.in_graph else self.replicas * self.devices

@@ -15,7 +15,6 @@ from torch import nn
 from paceline.errors import LossError
 from paceline.loop.engine import Work, Worker
 from paceline.split.cut import Check, Loss, train
-from paceline.torch_private import tree_map
 
 
 @dataclasses.dataclass
