@@ -282,4 +282,5 @@ class Share:
         """Give the memory back; whoever waits for the training fails."""
         if self.training is not None:
             self.training.closer.close()
+        self.container.journal.renew = lambda: None  # it would hold on to the memory
         self.container.close()
