@@ -21,8 +21,9 @@ from paceline.central.durability.recovery import keep, recover
 from paceline.central.durability.snapshot import save, waiting
 from paceline.central.shards import describe, plain_options
 from paceline.central.tables.tables import Rows, TableSpec
-from paceline.central.wire.protocol import Ask, Report, Settled, Task, TaskDone, Ticket
 from paceline.central.wire.records import Pushed
+from paceline.central.wire.replies import Settled, Ticket
+from paceline.central.wire.requests import Ask, Report, Task, TaskDone
 from paceline.central.wire.settings import Settings
 from paceline.errors import CheckpointError, PacelineError
 from paceline.evaluations import EvaluationKey

@@ -26,7 +26,7 @@ from paceline.central.durability.recovery import keep, recover
 from paceline.central.durability.snapshot import save, waiting, whole
 from paceline.central.server.server import Server
 from paceline.central.shards import plain_options
-from paceline.central.wire import protocol as p
+from paceline.central.wire import replies, requests
 from paceline.central.wire.records import Made, Pushed
 from paceline.errors import PacelineError, StrategyError
 from paceline.rules import Async, Sync
@@ -266,11 +266,13 @@ def test_records_that_are_sent_twice_are_taken_once(train: Callable[..., Kept]) 
     position = training.journal._position
     later = msgspec.structs.replace(pushed, ticket=99)
     for before, record in ((0, pushed), (1, later), (0, pushed), (1, later), (0, pushed)):
-        sent = p.Keep(**whose, position=position + before, records=[record], lengths=[body[0].nbytes])
-        link.call(sent, p.Done, body=lambda: body)
-    gap = p.Keep(**whose, position=position + 3, records=[pushed], lengths=[body[0].nbytes])
-    link.call(gap, p.Missing, body=lambda: body)
-    kept: p.Kept = link.call(p.Fetch(**whose), p.Kept, read=lambda channel, length: channel.skip_body())
+        sent = requests.Keep(**whose, position=position + before, records=[record], lengths=[body[0].nbytes])
+        link.call(sent, replies.Done, body=lambda: body)
+    gap = requests.Keep(**whose, position=position + 3, records=[pushed], lengths=[body[0].nbytes])
+    link.call(gap, replies.Missing, body=lambda: body)
+    kept: replies.Kept = link.call(
+        requests.Fetch(**whose), replies.Kept, read=lambda channel, length: channel.skip_body()
+    )
     assert kept.position == position + 2
     assert 99 in [waits.ticket for waits in kept.notes.waiting]
     link.close()

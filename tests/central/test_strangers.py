@@ -37,7 +37,7 @@ from paceline.central.server import server as server_module
 from paceline.central.server.server import Server
 from paceline.central.shards import Shards, describe
 from paceline.central.tables.tables import TableSpec
-from paceline.central.wire import protocol as p
+from paceline.central.wire import replies, requests
 from paceline.central.wire.coding import Coding
 from paceline.central.wire.connection import Connection
 from paceline.central.wire.records import Made, MembersChanged, PulledCopy, Pushed, RowsPut, RuleSet, TaskResult
@@ -98,7 +98,7 @@ def frame(header: bytes, body: bytes = b"", *, version: int = PROTOCOL) -> bytes
 
 
 def hello(**fields: str) -> bytes:
-    return frame(msgspec.msgpack.encode(p.Hello(**{"version": __version__, "token": TOKEN, **fields})))
+    return frame(msgspec.msgpack.encode(requests.Hello(**{"version": __version__, "token": TOKEN, **fields})))
 
 
 # What a stranger sends, and a word of the line that tells about it.
@@ -112,7 +112,7 @@ STRANGERS: dict[str, tuple[bytes, str]] = {
     "half a frame": (hello()[:20], "has gone"),
     "a header that is too long": (struct.pack("<3sBIQ", MAGIC, PROTOCOL, 1 << 30, 0), "is larger than the"),
     "a body that is too long": (struct.pack("<3sBIQ", MAGIC, PROTOCOL, 8, 1 << 60), "is larger than the"),
-    "a request without a greeting": (frame(msgspec.msgpack.encode(p.Containers())), "is not a greeting"),
+    "a request without a greeting": (frame(msgspec.msgpack.encode(requests.Containers())), "is not a greeting"),
     "a header of no schema": (frame(b"\xc1\xc1"), "does not fit its schema"),
     "a greeting with a body": (frame(hello()[16:], b"more"), "too long"),
 }
@@ -227,7 +227,7 @@ def test_a_peer_of_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> 
                 f"127.0.0.1:{listener.getsockname()[1]}", token="", keys=None, who="x", name="server 0", timeout_s=5
             )
             with pytest.raises(SecurityError, match=r"speaks version 2 of the protocol and this one 1; use the same"):
-                connection.call(p.Containers(), p.Listed)
+                connection.call(requests.Containers(), replies.Listed)
             thread.join()
 
 
@@ -362,7 +362,7 @@ def any_struct(kind: type) -> st.SearchStrategy[Any]:
     return st.fixed_dictionaries({**tag, **fields})
 
 
-REQUESTS = [kind for kind in p.Request.__args__ if kind is not p.Hello]  # type: ignore[attr-defined]
+REQUESTS = [kind for kind in requests.Request.__args__ if kind is not requests.Hello]  # type: ignore[attr-defined]
 
 
 class Model(nn.Module):
@@ -388,29 +388,32 @@ def sensible(address: str) -> list[tuple[Any, int]]:
     setting = Settings(replicas=2, rule=Sync(1), clip_norm=1.0, timeout_s=0.2)
     place: dict[str, Any] = {"addresses": [address], "server": 0, "machine": "apart", "checks": [1, 2]}
     return [
-        (p.Open(**about, spec=spec, settings=setting, **place), 0),
-        (p.Fill(container="fuzz", buffers=[("b", "float32", (2,))], keys=[("w", "weight")]), layout.bytes + 8),
-        (p.Ask(**about, chapter=0, length=8, batch_size=4, left_out=0, stop_epoch=2), 0),
-        (p.Push(**about, ticket=1, wire="fp32", untouched=[1], rows=[2]), Coding(layout, "fp32").bytes + 16 + 32),
-        (p.Push(**about, ticket=1, wire="int8", rows=[0]), Coding(layout, "int8").bytes),
-        (p.Report(**about, ticket=1, pulled=0, loss=0.5, options=spec.optimizer.groups), 8),
-        (p.Apply(container="fuzz", close=made, options=spec.optimizer.groups), 0),
-        (p.Apply(container="fuzz", close=made, options=spec.optimizer.groups, measure=True), 0),
-        (p.Pull(container="fuzz", replica=0, at_least=0, wire="bf16"), 0),
-        (p.PullRows(container="fuzz", table=0), 16),
-        (p.PutRows(container="fuzz", table=0, start=1, rows=2, key="momentum_buffer", steps=3), 32),
-        (p.Task(**about, key=EVALUATION, length=7), 0),
-        (p.TaskDone(**about, key=EVALUATION, part=0, values=[1.0]), 0),
-        (p.ReadBuffers(container="fuzz"), 0),
-        (p.Describe(container="fuzz"), 0),
-        (p.Freeze(container="fuzz"), 0),
+        (requests.Open(**about, spec=spec, settings=setting, **place), 0),
+        (requests.Fill(container="fuzz", buffers=[("b", "float32", (2,))], keys=[("w", "weight")]), layout.bytes + 8),
+        (requests.Ask(**about, chapter=0, length=8, batch_size=4, left_out=0, stop_epoch=2), 0),
+        (
+            requests.Push(**about, ticket=1, wire="fp32", untouched=[1], rows=[2]),
+            Coding(layout, "fp32").bytes + 16 + 32,
+        ),
+        (requests.Push(**about, ticket=1, wire="int8", rows=[0]), Coding(layout, "int8").bytes),
+        (requests.Report(**about, ticket=1, pulled=0, loss=0.5, options=spec.optimizer.groups), 8),
+        (requests.Apply(container="fuzz", close=made, options=spec.optimizer.groups), 0),
+        (requests.Apply(container="fuzz", close=made, options=spec.optimizer.groups, measure=True), 0),
+        (requests.Pull(container="fuzz", replica=0, at_least=0, wire="bf16"), 0),
+        (requests.PullRows(container="fuzz", table=0), 16),
+        (requests.PutRows(container="fuzz", table=0, start=1, rows=2, key="momentum_buffer", steps=3), 32),
+        (requests.Task(**about, key=EVALUATION, length=7), 0),
+        (requests.TaskDone(**about, key=EVALUATION, part=0, values=[1.0]), 0),
+        (requests.ReadBuffers(container="fuzz"), 0),
+        (requests.Describe(container="fuzz"), 0),
+        (requests.Freeze(container="fuzz"), 0),
         *(
-            (p.ReadFrozen(container="fuzz", number=1, what=what), 0)
+            (requests.ReadFrozen(container="fuzz", number=1, what=what), 0)
             for what in ("parameters", "state", "extras", "table 0")
         ),
-        (p.Thaw(container="fuzz", number=1), 0),
+        (requests.Thaw(container="fuzz", number=1), 0),
         (
-            p.Restore(
+            requests.Restore(
                 container="fuzz",
                 step=3,
                 entries=[(0, "momentum_buffer", "float32", (elements[0],))],
@@ -420,13 +423,13 @@ def sensible(address: str) -> list[tuple[Any, int]]:
             ),
             layout.bytes + 4 * elements[0],
         ),
-        (p.ReadBooks(container="fuzz"), 0),
-        (p.SetRule(container="fuzz", rule=Sync(2)), 0),
-        (p.Stop(container="fuzz"), 0),
-        (p.Leave(**about), 0),
-        (p.Copy(container="fuzz", to="copied"), 0),
-        (p.Drop(container="fuzz"), 0),
-        (p.Containers(), 0),
+        (requests.ReadBooks(container="fuzz"), 0),
+        (requests.SetRule(container="fuzz", rule=Sync(2)), 0),
+        (requests.Stop(container="fuzz"), 0),
+        (requests.Leave(**about), 0),
+        (requests.Copy(container="fuzz", to="copied"), 0),
+        (requests.Drop(container="fuzz"), 0),
+        (requests.Containers(), 0),
         *kept(named, optimizer),
     ]
 
@@ -451,14 +454,14 @@ def kept(named: list[tuple[str, nn.Parameter, int]], optimizer: torch.optim.Opti
         MembersChanged(members={0: 1}),
     ]
     lengths = [container.bytes + 8 + 16, 32, container.bytes, 0, 0, 0, 0]
-    snapshot = p.KeepWhole(**whose, entries=entries_of(tensors.items()), notes=notes)
+    snapshot = requests.KeepWhole(**whose, entries=entries_of(tensors.items()), notes=notes)
     container.close()
     return [
         (snapshot, sum(tensor.nbytes for tensor in tensors.values())),
-        (p.Keep(**whose, position=0, records=records, lengths=lengths), sum(lengths)),
-        (p.Keep(**whose, position=7), 0),
-        (p.Fetch(**whose), 0),
-        (p.Forget(**whose), 0),
+        (requests.Keep(**whose, position=0, records=records, lengths=lengths), sum(lengths)),
+        (requests.Keep(**whose, position=7), 0),
+        (requests.Fetch(**whose), 0),
+        (requests.Forget(**whose), 0),
     ]
 
 
@@ -518,7 +521,7 @@ class FuzzSession:
     def ask(self, header: bytes, body: bytes) -> Any:
         """The reply, or None if the connection was closed; any longer than a few seconds is too long."""
         if self._channel is None:
-            self._channel = Channel(self._server.connect(), p.REPLIES)
+            self._channel = Channel(self._server.connect(), replies.REPLIES)
             self._channel.trusted = True
             self._exchange(hello())
         try:
@@ -573,7 +576,7 @@ def test_no_request_brings_a_server_down(monkeypatch: pytest.MonkeyPatch) -> Non
             for request, length in [*known[:begin], *requests]:
                 session.ask(msgspec.msgpack.encode(request), bytes(length))
             for name in ("fuzz", "copied"):
-                session.ask(msgspec.msgpack.encode(p.Drop(container=name, force=True)), b"")
+                session.ask(msgspec.msgpack.encode(requests.Drop(container=name, force=True)), b"")
             with Reader([server.address], token=TOKEN) as reader:
                 assert "untouched" in [listed.name for listed in reader.listing()]
 

@@ -28,7 +28,7 @@ from paceline.central.client.table_rows import TableRows
 from paceline.central.client.whole_tensors import State, WholeTensors
 from paceline.central.shards import Shards, TableSpec, describe, plain_options
 from paceline.central.tables.embedding import Lookup, find_tables
-from paceline.central.wire import protocol as p
+from paceline.central.wire import replies, requests
 from paceline.central.wire.connection import FIRST_CONTACT_S, Connection
 from paceline.central.wire.settings import Settings
 from paceline.central.wire.tensor_bytes import bytes_of
@@ -67,6 +67,7 @@ class Client:
         self.optimizer = self.options_from = optimizer
         self.replica, self.incarnation = replica, incarnation
         self.container = servers.container
+        self._mine: dict[str, Any] = {"container": servers.container, "replica": replica, "incarnation": incarnation}
         self._settings = settings
         self._servers = servers
         self._wire = wire_name
@@ -88,8 +89,8 @@ class Client:
             side.connection.introduce = self._introducer(number)
         self.chief = replica == 0
         self.step = 0  # closed so far, as far as this replica knows
-        self._asked: p.Ask | None = None
-        self._next: p.Ticket | None = None  # what has come with the answer to the last report
+        self._asked: requests.Ask | None = None
+        self._next: replies.Ticket | None = None  # what has come with the answer to the last report
         self._settled_at = 0.0  # when that was
         self._moving = threading.Lock()
         self._pulls = Pulls(
@@ -115,7 +116,7 @@ class Client:
             self._sides,
             self.shards,
             parameters,
-            push=partial(p.Push, container=self.container, replica=replica, incarnation=incarnation, wire=wire_name),
+            push=partial(requests.Push, **self._mine, wire=wire_name),
             replica=replica,
             early=not self.tables,
             announced=settings.durability != "none",
@@ -139,21 +140,19 @@ class Client:
 
     def _introducer(self, number: int) -> Callable[[], None]:
         side = self._sides[number]
-        request = p.Open(
-            container=self.container,
+        request = requests.Open(
+            **self._mine,
             spec=self.spec,
             settings=self._settings,
             addresses=list(self._servers.addresses),
             server=number,
-            replica=self.replica,
-            incarnation=self.incarnation,
             machine=machine_identity() if self._share_memory else "apart",
             checks=self._checks if number == 0 else [],
         )
 
         def introduce() -> None:
             again = side.opened is not None
-            side.opened = side.connection.call(request, p.Opened)
+            side.opened = side.connection.call(request, replies.Opened)
             if again:
                 self._moved(side, number)
 
@@ -161,7 +160,7 @@ class Client:
 
     def _open(self, filling: InitialValues) -> None:
         for side in self._sides:
-            side.connection.call(p.Containers(), p.Listed)  # connects, and is introduced
+            side.connection.call(requests.Containers(), replies.Listed)  # connects, and is introduced
             assert side.opened is not None
             if side.opened.arena is not None:
                 side.arena = self._attach(side)
@@ -189,7 +188,7 @@ class Client:
             try:
                 return ServerArena(Arena.attach(*opened.arena), side.layout, self._settings.replicas)
             except ArenaError:
-                side.connection.call(p.Containers(), p.Listed)
+                side.connection.call(requests.Containers(), replies.Listed)
                 if side.opened is opened:
                     raise  # it is there, and was when it said so
 
@@ -267,13 +266,11 @@ class Client:
 
     def ask(
         self, *, chapter: int, length: int, batch_size: int, left_out: int, stop_epoch: int, at_once: bool = False
-    ) -> p.Ticket | p.Ended | p.Waiting:
+    ) -> replies.Ticket | replies.Ended | replies.Waiting:
         """Work in a chapter; waits for it, unless it has to be `at_once`. What comes after it is asked for with the
         report on it."""
-        request = p.Ask(
-            container=self.container,
-            replica=self.replica,
-            incarnation=self.incarnation,
+        request = requests.Ask(
+            **self._mine,
             chapter=chapter,
             length=length,
             batch_size=batch_size,
@@ -281,29 +278,28 @@ class Client:
             stop_epoch=stop_epoch,
             at_once=at_once,
         )
+        answer: replies.Ticket | replies.Ended | replies.Waiting
         coming, self._next = self._next, None
         # After a pause it may be late already, or of a chief that has died since: then the chief is asked whether not.
         if coming is not None and request == self._asked and time.monotonic() - self._settled_at < STILL_GOOD_S:
             return coming
         self._asked = None if at_once else request
         if at_once:
-            kinds = (p.Ticket, p.Ended, p.Waiting)
-            answer: p.Ticket | p.Ended | p.Waiting = self._to_chief.call(request, kinds, read=self._take_buffers)
+            kinds = (replies.Ticket, replies.Ended, replies.Waiting)
+            answer = self._to_chief.call(request, kinds, read=self._take_buffers)
         else:
-            answer = self._to_chief.wait(request, (p.Ticket, p.Ended), read=self._take_buffers)
-        if not isinstance(answer, p.Waiting):
+            answer = self._to_chief.wait(request, (replies.Ticket, replies.Ended), read=self._take_buffers)
+        if not isinstance(answer, replies.Waiting):
             self.step = max(self.step, answer.step)
         return answer
 
-    def _take_buffers(self, channel: Channel[p.Reply], length: int) -> None:
+    def _take_buffers(self, channel: Channel[replies.Reply], length: int) -> None:
         if length:
             receive(channel, self._buffers)
 
-    def report(self, ticket: int, loss: float) -> p.Settled | p.Ticket:
-        request = p.Report(
-            container=self.container,
-            replica=self.replica,
-            incarnation=self.incarnation,
+    def report(self, ticket: int, loss: float) -> replies.Settled | replies.Ticket:
+        request = requests.Report(
+            **self._mine,
             ticket=ticket,
             pulled=self._pulls.version,
             loss=loss,
@@ -311,10 +307,10 @@ class Client:
             ask=self._asked,
         )
         buffers = [bytes_of(buffer) for _, buffer in self._buffers]
-        answer: p.Settled | p.Ticket = self._to_chief.wait(
-            request, (p.Settled, p.Ticket), body=lambda: buffers, read=self._take_buffers
+        answer: replies.Settled | replies.Ticket = self._to_chief.wait(
+            request, (replies.Settled, replies.Ticket), body=lambda: buffers, read=self._take_buffers
         )
-        if isinstance(answer, p.Settled):
+        if isinstance(answer, replies.Settled):
             self.step, self.chief, self._next = answer.step, answer.chief, answer.next
             self._settled_at = time.monotonic()
             self._pushing.settle(accepted=answer.accepted is not None)
@@ -324,20 +320,19 @@ class Client:
         """Something else is done before the ticket that has come with the last report: others may need its samples."""
         ticket, self._next = self._next, None
         if ticket is not None:
-            mine = {"container": self.container, "replica": self.replica, "incarnation": self.incarnation}
-            self._to_chief.call(p.GiveBack(**mine, ticket=ticket.ticket), p.Done, timeout_s=timeout_s)  # type: ignore[arg-type]
+            request = requests.GiveBack(**self._mine, ticket=ticket.ticket)
+            self._to_chief.call(request, replies.Done, timeout_s=timeout_s)
 
     def task(self, key: TaskKey, length: int, work: Callable[[range], list[float]]) -> list[float]:
         """Do parts of a task until it is done, by whomever; its result."""
         self.give_back()
-        mine = {"container": self.container, "replica": self.replica, "incarnation": self.incarnation, "key": key}
-        while True:
-            answer = self._to_chief.wait(p.Task(**mine, length=length), (p.TaskPart, p.Result))  # type: ignore[arg-type]
-            if isinstance(answer, p.Result):
-                self.chief = answer.chief
-                return list(answer.values)
+        ask = requests.Task(**self._mine, key=key, length=length)
+        while isinstance(answer := self._to_chief.wait(ask, (replies.TaskPart, replies.Result)), replies.TaskPart):
             values = work(range(answer.start, answer.stop))
-            self._to_chief.call(p.TaskDone(**mine, part=answer.part, values=values), p.Done)  # type: ignore[arg-type]
+            done = requests.TaskDone(**self._mine, key=key, part=answer.part, values=values)
+            self._to_chief.call(done, replies.Done)
+        self.chief = answer.chief
+        return list(answer.values)
 
     def once(self, key: TaskKey, act: Callable[[], None]) -> None:
         """One replica acts, whichever comes first; the others wait for it."""
@@ -350,18 +345,18 @@ class Client:
 
     def set_rule(self, rule: Any) -> None:
         self.give_back()  # it was for a step under the rule before
-        self._to_chief.call(p.SetRule(container=self.container, rule=rule), p.Done)
+        self._to_chief.call(requests.SetRule(container=self.container, rule=rule), replies.Done)
 
     def accepting(self) -> int:
         """How many gradients make a step now."""
-        return int(self._to_chief.call(p.Describe(container=self.container), p.Described).accepting)
+        return int(self._to_chief.call(requests.Describe(container=self.container), replies.Described).accepting)
 
     def request_stop(self) -> None:
-        self._to_chief.call(p.Stop(container=self.container), p.Done)
+        self._to_chief.call(requests.Stop(container=self.container), replies.Done)
 
     def books(self) -> Books:
         """The chief's books as they are now."""
-        read: p.BooksRead = self._to_chief.call(p.ReadBooks(container=self.container), p.BooksRead)
+        read: replies.BooksRead = self._to_chief.call(requests.ReadBooks(container=self.container), replies.BooksRead)
         return read.books
 
     def restore(self, parameters: dict[str, torch.Tensor], states: dict[str, State], books: Books) -> None:
@@ -373,27 +368,27 @@ class Client:
 
     def steps_made(self) -> int:
         """By the servers, so far."""
-        listed: p.Listed = self._to_chief.call(p.Containers(), p.Listed)
+        listed: replies.Listed = self._to_chief.call(requests.Containers(), replies.Listed)
         return next(container.step for container in listed.containers if container.name == self.container)
 
     def measure(self, close: Close) -> float:
         """The squared length of that step's gradient."""
         options = [plain_options(group) for group in self.optimizer.param_groups]
-        request = p.Apply(container=self.container, close=close, options=options, measure=True)
-        return float(sum(side.connection.call(request, p.SquaredNorm).squared for side in self._sides))
+        request = requests.Apply(container=self.container, close=close, options=options, measure=True)
+        return float(sum(side.connection.call(request, replies.SquaredNorm).squared for side in self._sides))
 
     def make(self, close: Close, scale: float) -> None:
         """Have all servers make that step, unless they have."""
         options = [plain_options(group) for group in self.optimizer.param_groups]
-        request = p.Apply(container=self.container, close=close, options=options, scale=scale)
+        request = requests.Apply(container=self.container, close=close, options=options, scale=scale)
         for side in self._sides:
-            side.connection.call(request, p.Done)
+            side.connection.call(request, replies.Done)
 
     # ── ending ───────────────────────────────────────────────────────────────────────────────────────────
 
     def leave(self) -> None:
-        request = p.Leave(container=self.container, replica=self.replica, incarnation=self.incarnation)
-        self._to_chief.call(request, p.Done, timeout_s=5.0)
+        request = requests.Leave(**self._mine)
+        self._to_chief.call(request, replies.Done, timeout_s=5.0)
 
     def give_up(self) -> None:
         """From any thread: whoever waits for a server fails."""

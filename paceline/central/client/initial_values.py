@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from paceline.central.client.server_view import ServerView
 from paceline.central.client.whole_tensors import WholeTensors
 from paceline.central.tables.embedding import Lookup
-from paceline.central.wire import protocol as p
+from paceline.central.wire import replies, requests
 from paceline.central.wire.connection import Connection
 from paceline.central.wire.tensor_bytes import bytes_of, entries_of
 from paceline.net.frames import Channel
@@ -45,13 +45,13 @@ class InitialValues:
             is_chief = number == 0
             extras = [*self._buffers, *self._frozen] if is_chief else []
             body = [bytes_of(whole.flat(number, self._parameters)), *(bytes_of(tensor) for _, tensor in extras)]
-            request = p.Fill(
+            request = requests.Fill(
                 container=self._container,
                 buffers=entries_of(self._buffers) if is_chief else [],
                 frozen=entries_of(self._frozen) if is_chief else [],
                 keys=self._keys() if is_chief else [],
             )
-            side.connection.call(request, p.Done, body=lambda body=body: body)  # type: ignore[misc]
+            side.connection.call(request, replies.Done, body=lambda body=body: body)  # type: ignore[misc]
         # What the user's optimizer holds from the start, as Adagrad does.
         given = self._optimizer.state
         states = {name: dict(given[own]) for name, own in self._parameters.items() if given.get(own)}
@@ -72,14 +72,14 @@ class InitialValues:
         """The model goes on with what an earlier run has left: also where nothing is trained."""
         for frozen, tensors in ((False, self._buffers), (True, self._frozen)):
 
-            def read(channel: Channel[p.Reply], length: int, tensors: Named = tensors) -> None:
+            def read(channel: Channel[replies.Reply], length: int, tensors: Named = tensors) -> None:
                 if length:
                     receive(channel, tensors)
 
-            chief.call(p.ReadBuffers(container=self._container, frozen=frozen), p.Tensors, read=read)
+            chief.call(requests.ReadBuffers(container=self._container, frozen=frozen), replies.Tensors, read=read)
 
 
-def receive(channel: Channel[p.Reply], tensors: Named) -> None:
+def receive(channel: Channel[replies.Reply], tensors: Named) -> None:
     """New values of these, one after another."""
     for _, tensor in tensors:
         received = torch.empty_like(tensor, memory_format=torch.contiguous_format)

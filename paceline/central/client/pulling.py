@@ -20,7 +20,7 @@ import torch
 from paceline.central.client.server_view import ServerView, as_one, server_of_all, slot_of
 from paceline.central.jobs import together
 from paceline.central.shards import ShardPart, Shards
-from paceline.central.wire import protocol as p
+from paceline.central.wire import replies, requests
 from paceline.central.wire.coding import Coding
 from paceline.central.wire.tensor_bytes import bytes_of
 from paceline.errors import Stalled
@@ -120,7 +120,7 @@ class Pulls:
                     f"replica {self._replica} waited {self._timeout_s:g} s for {side.connection.name} to "
                     f"make step {at_least}"
                 )
-            side.connection.call(p.Containers(), p.Listed)
+            side.connection.call(requests.Containers(), replies.Listed)
             if side.arena is arena:
                 time.sleep(PAUSE_S)
 
@@ -128,7 +128,7 @@ class Pulls:
         coding = Coding(side.layout, self._wire)
         room = torch.empty(0 if coding.exact else coding.most, dtype=torch.uint8)
 
-        def read(channel: Channel[p.Reply], _: int) -> None:
+        def read(channel: Channel[replies.Reply], _: int) -> None:
             for chunk in reversed(side.layout.chunks):
                 if coding.exact or chunk.dtype != torch.float32:
                     channel.read_body(bytes_of(side.parameters[chunk.start : chunk.stop]))
@@ -137,8 +137,8 @@ class Pulls:
                     channel.read_body(bytes_of(coded))
                     coding.decode(coded, side.parameters, chunk)
 
-        request = p.Pull(container=self._container, replica=self._replica, at_least=at_least, wire=self._wire)
-        return int(side.connection.wait(request, p.Pulled, read=read).step)
+        request = requests.Pull(container=self._container, replica=self._replica, at_least=at_least, wire=self._wire)
+        return int(side.connection.wait(request, replies.Pulled, read=read).step)
 
     # ── where the model points ───────────────────────────────────────────────────────────────────────────
 

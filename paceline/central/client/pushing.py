@@ -14,7 +14,7 @@ from paceline.central.client.server_view import ServerView, as_one, server_of_al
 from paceline.central.jobs import BackgroundJob, together
 from paceline.central.shards import ShardPart, Shards
 from paceline.central.tables.tables import Rows
-from paceline.central.wire import protocol as p
+from paceline.central.wire import replies, requests
 from paceline.central.wire.coding import Coding
 from paceline.central.wire.tensor_bytes import bytes_of
 from paceline.optim.gradients import Destination, GradientCollector, Whole
@@ -29,7 +29,7 @@ class Pushes:
         shards: Shards,
         parameters: Mapping[str, nn.Parameter],
         *,
-        push: Callable[..., p.Push],
+        push: Callable[..., requests.Push],
         replica: int,
         early: bool,
         announced: bool,
@@ -126,7 +126,7 @@ class Pushes:
             yield bytes_of(self._marks[number])
 
         total = coding.bytes + len(side.layout.slots)
-        side.connection.call(request, p.Done, body=body, body_bytes=total)
+        side.connection.call(request, replies.Done, body=body, body_bytes=total)
 
     # ── afterwards ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -138,10 +138,13 @@ class Pushes:
         if side.arena is None:
             coding = Coding(side.layout, request.wire)
             side.connection.call(
-                request, p.Done, body=lambda: chain(_coded(side, coding), tail), body_bytes=coding.bytes + tail_bytes
+                request,
+                replies.Done,
+                body=lambda: chain(_coded(side, coding), tail),
+                body_bytes=coding.bytes + tail_bytes,
             )
         elif self._announced or rows:
-            side.connection.call(request, p.Done, body=lambda: tail)
+            side.connection.call(request, replies.Done, body=lambda: tail)
         else:
             touched = side.arena.touched[self._replica]
             touched.fill_(1)

@@ -24,7 +24,7 @@ import torch
 
 from paceline.central.chief.books import Books
 from paceline.central.shards import ShardPart, Shards
-from paceline.central.wire import protocol as p
+from paceline.central.wire import replies, requests
 from paceline.central.wire.connection import FIRST_CONTACT_S, Connection
 from paceline.central.wire.tensor_bytes import bytes_of
 from paceline.checkpoint.tensor_file import check_storable, write_tensors
@@ -103,11 +103,11 @@ class Reader:
 
     # ── what there is ────────────────────────────────────────────────────────────────────────────────────
 
-    def listing(self) -> list[p.Listing]:
+    def listing(self) -> list[replies.Listing]:
         """All containers of the servers whose addresses were given. What lies on several of them is added up."""
-        found: dict[str, p.Listing] = {}
+        found: dict[str, replies.Listing] = {}
         for connection in self._given:
-            for listed in connection.call(p.Containers(), p.Listed).containers:
+            for listed in connection.call(requests.Containers(), replies.Listed).containers:
                 other = found.get(listed.name, listed)
                 chief = listed if listed.rule else other  # only the chief knows how it is trained
                 size = listed.bytes + (other.bytes if other is not listed else 0)
@@ -148,7 +148,7 @@ class Reader:
             addresses=[side.address for side in sides],
             bytes_by_server=[layout.bytes + rows for layout, rows in zip(shards.layouts, tables, strict=True)],
             tensors=tensors,
-            books=sides[0].call(p.ReadBooks(container=self._name), p.BooksRead).books,
+            books=sides[0].call(requests.ReadBooks(container=self._name), replies.BooksRead).books,
         )
 
     @property
@@ -157,13 +157,13 @@ class Reader:
             raise PacelineError("no container was named: give its name")
         return self.container
 
-    def _sides(self) -> tuple[list[Connection], list[p.Described]]:
+    def _sides(self) -> tuple[list[Connection], list[replies.Described]]:
         """Connections to all servers of the container in its own order, in whatever order they were given."""
-        found: dict[int, tuple[Connection, p.Described]] = {}
+        found: dict[int, tuple[Connection, replies.Described]] = {}
         refusal: PacelineError | None = None
         for connection in self._given:
             try:
-                described = connection.call(p.Describe(container=self._name), p.Described)
+                described = connection.call(requests.Describe(container=self._name), replies.Described)
                 found[described.server] = (connection, described)
             except PacelineError as error:
                 refusal = refusal or error
@@ -175,7 +175,10 @@ class Reader:
             if number not in found:
                 connection = self._connection(address)
                 self._given.append(connection)
-                found[number] = (connection, connection.call(p.Describe(container=self._name), p.Described))
+                found[number] = (
+                    connection,
+                    connection.call(requests.Describe(container=self._name), replies.Described),
+                )
         ordered = [found[number] for number in sorted(found)]
         return [connection for connection, _ in ordered], [described for _, described in ordered]
 
@@ -188,15 +191,15 @@ class Reader:
         shards = Shards(chief.spec)
         with self._frozen(sides) as copied:
             flats = [
-                _flat(side, p.ReadFrozen(container=self._name, number=copied.number, what="parameters"), layout)
+                _flat(side, requests.ReadFrozen(container=self._name, number=copied.number, what="parameters"), layout)
                 for side, layout in zip(sides, shards.layouts, strict=True)
             ]
-            extras = p.ReadFrozen(container=self._name, number=copied.number, what="extras")
+            extras = requests.ReadFrozen(container=self._name, number=copied.number, what="extras")
             tensors = _named(sides[0], extras)
             for number, table in enumerate(chief.spec.tables):
                 whole = torch.empty(table.rows, table.width)
                 for server, side in enumerate(sides):
-                    what = p.ReadFrozen(container=self._name, number=copied.number, what=f"table {number}")
+                    what = requests.ReadFrozen(container=self._name, number=copied.number, what=f"table {number}")
                     whole[server :: len(sides)] = _named(side, what)[""]
                 tensors[table.name] = whole
         for tensor in chief.spec.tensors:
@@ -209,14 +212,14 @@ class Reader:
         return copied.step, {key: tensors[name] for key, name in chief.keys}
 
     @contextlib.contextmanager
-    def _frozen(self, sides: Sequence[Connection]) -> Iterator[p.Copied]:
-        copied: p.Copied = sides[0].call(p.Freeze(container=self._name), p.Copied)
+    def _frozen(self, sides: Sequence[Connection]) -> Iterator[replies.Copied]:
+        copied: replies.Copied = sides[0].call(requests.Freeze(container=self._name), replies.Copied)
         try:
             yield copied
         finally:
             with contextlib.suppress(PacelineError):  # whatever is not let go makes room for later copies
                 for side in sides:
-                    side.call(p.Thaw(container=self._name, number=copied.number), p.Done)
+                    side.call(requests.Thaw(container=self._name, number=copied.number), replies.Done)
 
     def save(self, path: str | os.PathLike[str]) -> int:
         """Write a consistent version as a safetensors file, all of it or nothing; the step it is of."""
@@ -240,29 +243,29 @@ class Reader:
     def copy(self, to: str) -> None:
         """Another container, on the same servers, as this one is after some step."""
         sides, _ = self._sides()
-        sides[0].call(p.Copy(container=self._name, to=to), p.Done)
+        sides[0].call(requests.Copy(container=self._name, to=to), replies.Done)
 
     def drop(self, *, force: bool = False) -> None:
         """Forget the container on all its servers; refused while replicas are there, unless forced."""
         sides, _ = self._sides()
         for side in sides:  # the chief first: it knows who is there
-            side.call(p.Drop(container=self._name, force=force), p.Done)
+            side.call(requests.Drop(container=self._name, force=force), replies.Done)
 
 
-def _flat(side: Connection, request: p.ReadFrozen, layout: FlatLayout) -> torch.Tensor:
+def _flat(side: Connection, request: requests.ReadFrozen, layout: FlatLayout) -> torch.Tensor:
     flat = torch.empty(layout.bytes, dtype=torch.uint8)
-    side.call(request, p.Tensors, read=lambda channel, _: channel.read_body(bytes_of(flat)))
+    side.call(request, replies.Tensors, read=lambda channel, _: channel.read_body(bytes_of(flat)))
     return flat
 
 
-def _named(side: Connection, request: p.ReadFrozen) -> dict[str, torch.Tensor]:
+def _named(side: Connection, request: requests.ReadFrozen) -> dict[str, torch.Tensor]:
     """Tensors with their names, in the order of the reply's entries."""
     body = bytearray()
 
-    def read(channel: Channel[p.Reply], length: int) -> None:
+    def read(channel: Channel[replies.Reply], length: int) -> None:
         body.extend(channel.read_whole_body(length))
 
-    reply: p.Tensors = side.call(request, p.Tensors, read=read)
+    reply: replies.Tensors = side.call(request, replies.Tensors, read=read)
     found, offset = {}, 0
     for name, dtype, shape in reply.entries:
         tensor = torch.empty(shape, dtype=getattr(torch, dtype))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.central.shards import ShardPart, Shards
-from paceline.central.wire import protocol as p
+from paceline.central.wire import replies
 from paceline.central.wire.connection import Connection
 from paceline.central.wire.tensor_bytes import bytes_of
 from paceline.exchange.wire import Feedback, wire
@@ -39,7 +39,7 @@ class ServerView:
 
     connection: Connection
     layout: FlatLayout
-    opened: p.Opened | None = None
+    opened: replies.Opened | None = None
     arena: ServerArena | None = None  # the server's own memory, if it can be shared
     parameters: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     gradients: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
@@ -64,10 +64,10 @@ class ServerView:
             self.arena.arena.close()
 
 
-def into(flat: torch.Tensor) -> Callable[[Channel[p.Reply], int], None]:
+def into(flat: torch.Tensor) -> Callable[[Channel[replies.Reply], int], None]:
     """Reads a reply's body into a tensor."""
 
-    def read(channel: Channel[p.Reply], _: int) -> None:
+    def read(channel: Channel[replies.Reply], _: int) -> None:
         channel.read_body(bytes_of(flat))
 
     return read

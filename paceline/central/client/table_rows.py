@@ -12,7 +12,7 @@ from paceline.central.client.server_view import ServerView, into
 from paceline.central.tables.embedding import Found, Lookup
 from paceline.central.tables.rows_ahead import RowsAhead
 from paceline.central.tables.tables import Dealt, Rows, table_view
-from paceline.central.wire import protocol as p
+from paceline.central.wire import replies, requests
 from paceline.central.wire.connection import Connection
 from paceline.central.wire.tensor_bytes import bytes_of
 from paceline.memory.arena import Arena
@@ -119,8 +119,8 @@ class TableRows:
     def _pull(
         self, connection: Connection, table: int, ids: torch.Tensor, received: torch.Tensor, at_least: int
     ) -> int:
-        request = p.PullRows(container=self._container, table=table, at_least=at_least)
-        return int(connection.wait(request, p.Pulled, body=lambda: [bytes_of(ids)], read=into(received)).step)
+        request = requests.PullRows(container=self._container, table=table, at_least=at_least)
+        return int(connection.wait(request, replies.Pulled, body=lambda: [bytes_of(ids)], read=into(received)).step)
 
     # ── ending ───────────────────────────────────────────────────────────────────────────────────────────
 

@@ -11,7 +11,7 @@ from paceline.central.chief.books import Books
 from paceline.central.client.server_view import ServerView, into, slot_of
 from paceline.central.shards import Shards
 from paceline.central.tables.embedding import Lookup
-from paceline.central.wire import protocol as p
+from paceline.central.wire import replies, requests
 from paceline.central.wire.connection import Connection
 from paceline.central.wire.tensor_bytes import bytes_of, named_tensors, type_name
 from paceline.net.frames import Channel
@@ -45,20 +45,20 @@ class WholeTensors:
 
     def freeze(self) -> int:
         """Have all servers keep a copy of everything after one and the same step; its number."""
-        return int(self._sides[0].connection.call(p.Freeze(container=self._container), p.Copied).number)
+        return int(self._sides[0].connection.call(requests.Freeze(container=self._container), replies.Copied).number)
 
     def thaw(self, copy: int) -> None:
         for side in self._sides:
-            side.connection.call(p.Thaw(container=self._container, number=copy), p.Done)
+            side.connection.call(requests.Thaw(container=self._container, number=copy), replies.Done)
 
     def parameters(self, copy: int) -> dict[str, torch.Tensor]:
         """By name, of a frozen copy."""
-        return self._read(p.ReadFrozen(container=self._container, number=copy, what="parameters"))[0]
+        return self._read(requests.ReadFrozen(container=self._container, number=copy, what="parameters"))[0]
 
     def books(self, copy: int) -> Books:
         """The chief's, of a frozen copy."""
-        request = p.ReadBooks(container=self._container, number=copy)
-        read: p.BooksRead = self._sides[0].connection.call(request, p.BooksRead)
+        request = requests.ReadBooks(container=self._container, number=copy)
+        read: replies.BooksRead = self._sides[0].connection.call(request, replies.BooksRead)
         return read.books
 
     def state(self, copy: int) -> dict[str, State]:
@@ -78,7 +78,7 @@ class WholeTensors:
 
     def _state_of(self, side: ServerView, copy: int) -> dict[int, State]:
         states: dict[int, State] = {}
-        request = p.ReadFrozen(container=self._container, number=copy, what="state")
+        request = requests.ReadFrozen(container=self._container, number=copy, what="state")
         for flat_name, value in _entries(side, request).items():
             slot, _, key = flat_name.partition("/")
             states.setdefault(int(slot), {})[key] = value
@@ -89,7 +89,7 @@ class WholeTensors:
         lookup = self._tables[table]
         found: State = {}
         for number, side in enumerate(self._sides):
-            request = p.ReadFrozen(container=self._container, number=copy, what=f"table {table}")
+            request = requests.ReadFrozen(container=self._container, number=copy, what=f"table {table}")
             for key, value in _entries(side, request).items():
                 if isinstance(value, torch.Tensor):
                     whole = found.setdefault(key, torch.empty(lookup.rows, lookup.width))
@@ -104,8 +104,8 @@ class WholeTensors:
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The summed gradients of the last step, of those parameters that have one (while recording)."""
-        gradients, replies = self._read(p.ReadFrozen(container=self._container, number=0, what="sums"))
-        touched = [{int(slot) for slot, _, _ in reply.entries} for reply in replies]
+        gradients, told = self._read(requests.ReadFrozen(container=self._container, number=0, what="sums"))
+        touched = [{int(slot) for slot, _, _ in reply.entries} for reply in told]
         return {
             name: gradient
             for name, gradient in gradients.items()
@@ -117,15 +117,16 @@ class WholeTensors:
         lookup = self._tables[table]
         whole = torch.zeros(lookup.rows, lookup.width)
         for number, side in enumerate(self._sides):
-            found = _entries(side, p.ReadFrozen(container=self._container, number=0, what=f"rows {table}"))
+            found = _entries(side, requests.ReadFrozen(container=self._container, number=0, what=f"rows {table}"))
             whole[found["ids"] * len(self._sides) + number] = found["values"]
         return whole
 
-    def _read(self, request: p.ReadFrozen) -> tuple[dict[str, torch.Tensor], list[p.Tensors]]:
-        flats, replies = [], []
+    def _read(self, request: requests.ReadFrozen) -> tuple[dict[str, torch.Tensor], list[replies.Tensors]]:
+        flats: list[torch.Tensor] = []
+        told: list[replies.Tensors] = []
         for side in self._sides:
             flat = torch.empty(side.layout.bytes, dtype=torch.uint8)
-            replies.append(side.connection.call(request, p.Tensors, read=into(flat)))
+            told.append(side.connection.call(request, replies.Tensors, read=into(flat)))
             flats.append(flat)
         found = {}
         for name, parameter in self._parameters.items():
@@ -134,7 +135,7 @@ class WholeTensors:
                 values = slot_of(flats[part.server], self._sides[part.server].layout, part.slot)
                 whole.view(-1)[part.start : part.stop] = values
             found[name] = whole
-        return found, replies
+        return found, told
 
     # ── giving ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -172,7 +173,7 @@ class WholeTensors:
                         body.append(bytes_of(own))
                     if states.get(name):
                         born.append(part.slot)
-            request = p.Restore(
+            request = requests.Restore(
                 container=self._container,
                 step=books.step if books is not None else 0,
                 entries=entries,
@@ -183,7 +184,7 @@ class WholeTensors:
             )
             if request.buffers:
                 body += [bytes_of(tensor) for tensor in self._others]
-            side.connection.call(request, p.Done, body=lambda body=body: body)  # type: ignore[misc]
+            side.connection.call(request, replies.Done, body=lambda body=body: body)  # type: ignore[misc]
 
     def give_table(self, table: int, weight: torch.Tensor, state: State) -> None:
         """A whole table and its optimizer state, as `table` has them."""
@@ -198,23 +199,23 @@ class WholeTensors:
             own = values[number :: len(self._sides)]
             for start in range(0, len(own), ROWS_AT_ONCE):
                 part = own[start : start + ROWS_AT_ONCE].contiguous()
-                request = p.PutRows(
+                request = requests.PutRows(
                     container=self._container, table=table, start=start, rows=len(part), key=key, steps=steps
                 )
-                side.connection.call(request, p.Done, body=lambda part=part: [bytes_of(part)])  # type: ignore[misc]
+                side.connection.call(request, replies.Done, body=lambda part=part: [bytes_of(part)])  # type: ignore[misc]
 
 
-def read_bytes(connection: Connection, request: p.Message) -> tuple[p.Tensors, bytearray]:
+def read_bytes(connection: Connection, request: requests.Request) -> tuple[replies.Tensors, bytearray]:
     """A reply, and its body as it is."""
     body = bytearray()
 
-    def read(channel: Channel[p.Reply], length: int) -> None:
+    def read(channel: Channel[replies.Reply], length: int) -> None:
         body[:] = channel.read_whole_body(length)
 
-    return connection.call(request, p.Tensors, read=read), body
+    return connection.call(request, replies.Tensors, read=read), body
 
 
-def _entries(side: ServerView, request: p.ReadFrozen) -> dict[str, Any]:
+def _entries(side: ServerView, request: requests.ReadFrozen) -> dict[str, Any]:
     """Named tensors and numbers of a copy."""
     reply, body = read_bytes(side.connection, request)
     return {**named_tensors(reply.entries, body), **dict(reply.numbers)}

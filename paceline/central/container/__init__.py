@@ -1,2 +1,2 @@
-"""One server's share of a container: `container` is parameters, gradients and optimizer, `steps` carries out what the
-chief decides, `buffers` are the model's, `bounds` refuses what makes no sense."""
+"""One server's share of a container: `container` holds parameters and gradients, `step_maker` updates them; `training`
+is what its chief's server adds (`chief_state`, `presence`, `closing`); `bounds` refuses what makes no sense."""

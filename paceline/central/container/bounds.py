@@ -16,8 +16,8 @@ from paceline.central.chief.chief import Chief
 from paceline.central.chief.tickets import Close
 from paceline.central.shards import DTYPES, MAP_VERSION, Option, Spec
 from paceline.central.wire.notes import ShareNotes
-from paceline.central.wire.protocol import Ask, Open
 from paceline.central.wire.records import AnyRecord, Made, MembersChanged, PulledCopy, Pushed, RowsPut
+from paceline.central.wire.requests import Ask, Open
 from paceline.central.wire.settings import Settings
 from paceline.errors import InvalidInput, PacelineError
 from paceline.rules import Sync

@@ -19,8 +19,9 @@ from paceline.central.container.chief_state import ChiefState
 from paceline.central.jobs import together
 from paceline.central.shards import Option
 from paceline.central.wire.connection import Connection
-from paceline.central.wire.protocol import Apply, Copied, Copy, Done, Drop, Freeze, Message, SquaredNorm, Thaw
 from paceline.central.wire.records import Made, packed
+from paceline.central.wire.replies import Copied, Done, SquaredNorm
+from paceline.central.wire.requests import Apply, Copy, Drop, Freeze, Request, Thaw
 from paceline.errors import PacelineError, Stalled
 
 Options = Sequence[dict[str, Option]]
@@ -97,7 +98,7 @@ class StepCloser:
         apply = Apply(container=name, close=close, options=list(options), scale=scale)
         self._on_all(apply, Done, lambda: self._container.apply(close, options, scale, noted=True))
 
-    def _on_all(self, request: Message, expected: type, own: Callable[[], object]) -> list[Any]:
+    def _on_all(self, request: Request, expected: type, own: Callable[[], object]) -> list[Any]:
         """Every server's answer to the same, at the same time; `own` is what this server does."""
         answers: list[object] = [None] * (1 + len(self._others))
 

@@ -21,20 +21,9 @@ from paceline.central.container.container import Container
 from paceline.central.container.presence import GRACE_S, Presence
 from paceline.central.shards import Spec
 from paceline.central.wire.connection import Connection
-from paceline.central.wire.protocol import (
-    Ask,
-    Ended,
-    GiveBack,
-    Report,
-    Result,
-    Settled,
-    Task,
-    TaskDone,
-    TaskPart,
-    Ticket,
-    Waiting,
-)
 from paceline.central.wire.records import RuleSet, TaskResult
+from paceline.central.wire.replies import Ended, Result, Settled, TaskPart, Ticket, Waiting
+from paceline.central.wire.requests import Ask, GiveBack, Report, Task, TaskDone
 from paceline.central.wire.settings import Settings
 from paceline.errors import ModelError, PacelineError
 from paceline.rules import Async, Rule

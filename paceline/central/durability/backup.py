@@ -18,8 +18,9 @@ from paceline.central.container.training import Share
 from paceline.central.durability.recovery import rebuilt
 from paceline.central.durability.snapshot import Tensors, again, whole
 from paceline.central.wire.notes import ShareNotes
-from paceline.central.wire.protocol import Done, Fetch, Forget, Keep, KeepWhole, Missing
 from paceline.central.wire.records import AnyRecord
+from paceline.central.wire.replies import Done, Missing
+from paceline.central.wire.requests import Fetch, Forget, Keep, KeepWhole
 from paceline.errors import PacelineError
 
 NO_RECORD = (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, RuntimeError)

@@ -32,8 +32,9 @@ import torch
 from paceline.central.container.journal import Journal
 from paceline.central.wire.connection import Connection
 from paceline.central.wire.notes import ShareNotes
-from paceline.central.wire.protocol import Done, Forget, Keep, KeepWhole, Missing
 from paceline.central.wire.records import AnyRecord, Made, PulledCopy, packed
+from paceline.central.wire.replies import Done, Missing
+from paceline.central.wire.requests import Forget, Keep, KeepWhole
 from paceline.errors import CheckpointError, PacelineError
 
 NOTE = "kept-by"

@@ -27,7 +27,8 @@ from paceline.central.durability.peer_journal import NOTE, Connect, KeptBy, Peer
 from paceline.central.durability.snapshot import again, load, save
 from paceline.central.wire.connection import Connection
 from paceline.central.wire.notes import ShareNotes
-from paceline.central.wire.protocol import Fetch, Kept, Missing
+from paceline.central.wire.replies import Kept, Missing
+from paceline.central.wire.requests import Fetch
 from paceline.central.wire.tensor_bytes import named_tensors
 from paceline.errors import PacelineError
 

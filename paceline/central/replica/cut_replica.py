@@ -27,9 +27,9 @@ from paceline.central.replica.devices import (
 from paceline.central.replica.engine import CentralizedEngine, servers_of
 from paceline.central.replica.progress import with_counted
 from paceline.central.replica.ticket_samples import TicketSamples
-from paceline.central.wire import protocol as p
 from paceline.central.wire.connection import Connection
-from paceline.central.wire.protocol import Ended, Ticket
+from paceline.central.wire.replies import BooksRead, Described, Ended, Ticket
+from paceline.central.wire.requests import Describe, ReadBooks
 from paceline.data.ledger import Ledger
 from paceline.evaluations import EvaluationKey
 from paceline.exchange.board import Board, Phase, Word
@@ -141,14 +141,14 @@ class FollowingEngine:
 
     @property
     def accepting(self) -> int:
-        return int(self._to_chief.call(p.Describe(container=self._container), p.Described).accepting)
+        return int(self._to_chief.call(Describe(container=self._container), Described).accepting)
 
     @property
     def staleness(self) -> dict[int, int]:
         return self._books().staleness
 
     def _books(self) -> Books:
-        read: p.BooksRead = self._to_chief.call(p.ReadBooks(container=self._container), p.BooksRead)
+        read: BooksRead = self._to_chief.call(ReadBooks(container=self._container), BooksRead)
         return read.books
 
     def steps(self, position: ScriptPosition) -> int:

@@ -23,7 +23,7 @@ from paceline.central.client.server_view import ServerAddresses
 from paceline.central.replica.progress import books_of, with_books, with_counted
 from paceline.central.replica.ticket_samples import TicketSamples
 from paceline.central.replica.working import ClientWorker, Worked, work_on
-from paceline.central.wire.protocol import Ended, Ticket, Waiting
+from paceline.central.wire.replies import Ended, Ticket, Waiting
 from paceline.central.wire.settings import Settings
 from paceline.data.ledger import Ledger
 from paceline.errors import DataError, PacelineError, Stalled

@@ -27,7 +27,7 @@ from paceline.central.durability.peer_journal import Link
 from paceline.central.durability.recovery import keep, recover
 from paceline.central.durability.snapshot import save
 from paceline.central.server.session import Session
-from paceline.central.wire import protocol as p
+from paceline.central.wire import replies, requests
 from paceline.central.wire.connection import Connection
 from paceline.central.wire.tensor_bytes import entries_of
 from paceline.errors import PacelineError
@@ -131,7 +131,7 @@ class Server:
             connection.settimeout(HELLO_WITHIN_S)
             secured = wrap_server(connection, self._keys) if self._keys is not None else connection
             secured.settimeout(None)
-            channel: Channel[p.Request] = Channel(secured, p.REQUESTS)
+            channel: Channel[requests.Request] = Channel(secured, requests.REQUESTS)
             with contextlib.closing(channel):
                 self._welcome(channel, secured)
                 known = self._no_stranger()
@@ -156,12 +156,12 @@ class Server:
             self._strangers -= 1
         return True
 
-    def _welcome(self, channel: Channel[p.Request], connection: socket.socket) -> None:
+    def _welcome(self, channel: Channel[requests.Request], connection: socket.socket) -> None:
         """Nobody is listened to before it has shown the token."""
         try:
             hello, _ = channel.receive(HELLO_WITHIN_S)
             channel.end_body()
-            if not isinstance(hello, p.Hello):
+            if not isinstance(hello, requests.Hello):
                 raise FrameError("the first message is not a greeting")
         except FrameError as error:
             # In a frame of ours: a client of another version, or one with keys, learns from it what is wrong.
@@ -177,7 +177,7 @@ class Server:
             _send_away(channel, connection, sentence)
             raise FrameError(f"refused {hello.who[:40]!r}: {sentence}")
         channel.trusted = True
-        channel.send(p.Done())
+        channel.send(replies.Done())
 
     # ── containers ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -198,7 +198,7 @@ class Server:
             raise PacelineError(f"this server is not the chief of container {name!r}: ask its server 0")
         return training
 
-    def open(self, request: p.Open) -> Container:
+    def open(self, request: requests.Open) -> Container:
         """The container that a replica wants to train, which is made if it is not there."""
         check_open(request)
         with self._making:
@@ -292,7 +292,7 @@ class Server:
         share.close()
         share.container.journal.remove()
 
-    def copy(self, request: p.Copy) -> None:
+    def copy(self, request: requests.Copy) -> None:
         """Another container out of one: all of it if this is the chief, else this server's share."""
         check_container(request.to)
         with self._lock:
@@ -309,7 +309,7 @@ class Server:
         closer = self.training(request.container).closer
         closer.copy(request.to, lambda number: self._take_over(request, number), drop)
 
-    def _take_over(self, request: p.Copy, number: int) -> None:
+    def _take_over(self, request: requests.Copy, number: int) -> None:
         origin = self.share(request.container)
         held, frozen = origin.container, origin.container.frozen(number)
         with self._making:
@@ -326,10 +326,10 @@ class Server:
             copy.training.abandon()
         self.save(request.to)
 
-    def description(self, name: str) -> p.Described:
+    def description(self, name: str) -> replies.Described:
         share = self.share(name)
         container, training = share.container, share.training
-        described = p.Described(
+        described = replies.Described(
             spec=container.spec, server=container.server, step=container.step, addresses=container.addresses
         )
         if training is None:
@@ -345,15 +345,15 @@ class Server:
             frozen=entries_of(state.frozen),
         )
 
-    def listing(self) -> list[p.Listing]:
+    def listing(self) -> list[replies.Listing]:
         with self._lock:
             shares = list(self._shares.values())
         return [_listed(share) for share in shares]
 
 
-def _listed(share: Share) -> p.Listing:
+def _listed(share: Share) -> replies.Listing:
     container, training = share.container, share.training
-    listing = p.Listing(
+    listing = replies.Listing(
         name=container.name,
         step=container.step,
         bytes=container.bytes + sum(table.weight.nbytes for table in container.tables),
@@ -368,11 +368,11 @@ def _listed(share: Share) -> p.Listing:
     )
 
 
-def _send_away(channel: Channel[p.Request], connection: socket.socket, sentence: str) -> None:
+def _send_away(channel: Channel[requests.Request], connection: socket.socket, sentence: str) -> None:
     """Tell a stranger why, and let it read that: with bytes unread here the close that follows would be a reset."""
     give_up = time.monotonic() + LINGER_S
     with contextlib.suppress(PacelineError, OSError):
-        channel.send(p.Refused(sentence=sentence), timeout_s=LINGER_S)
+        channel.send(replies.Refused(sentence=sentence), timeout_s=LINGER_S)
         socket.socket.shutdown(connection, socket.SHUT_WR)
         while (left := give_up - time.monotonic()) > 0:
             socket.socket.settimeout(connection, left)

@@ -18,7 +18,7 @@ from paceline.central.container.step_maker import States
 from paceline.central.container.training import ANSWER_WITHIN_S, ContainerTraining
 from paceline.central.shards import DTYPES
 from paceline.central.tables.tables import Rows
-from paceline.central.wire import protocol as p
+from paceline.central.wire import replies, requests
 from paceline.central.wire.coding import Coding
 from paceline.central.wire.records import Pushed, RowsPut
 from paceline.central.wire.tensor_bytes import OTHER_TYPES, bytes_of, entries_of, type_name
@@ -41,7 +41,7 @@ Thing = TypeVar("Thing")
 class Answer:
     """A reply and its body. With `body_bytes` the body is made while it is sent."""
 
-    reply: p.Reply
+    reply: replies.Reply
     body: Body = ()
     body_bytes: int | None = None
     then: Callable[[], None] | None = None  # what is left to do when it is sent
@@ -50,7 +50,7 @@ class Answer:
 class Session:
     """One connection that has shown the token."""
 
-    def __init__(self, server: Server, channel: Channel[p.Request]) -> None:
+    def __init__(self, server: Server, channel: Channel[requests.Request]) -> None:
         self._server = server
         self._channel = channel
         self._joined: tuple[ContainerTraining, int, int] | None = None
@@ -83,81 +83,81 @@ class Session:
 
     def _refuse(self, sentence: str) -> Answer:
         self._channel.skip_body(SKIP_WITHIN_S)
-        return Answer(p.Refused(sentence=sentence))
+        return Answer(replies.Refused(sentence=sentence))
 
-    def _answer(self, request: p.Request) -> Answer:
-        if isinstance(request, p.KeepWhole | p.Keep | p.Fetch | p.Forget):
+    def _answer(self, request: requests.Request) -> Answer:
+        if isinstance(request, requests.OfAnotherServer):
             return self._of_another_server(request)  # which may be what this one waits for
         self._server.recovered.wait()
         server = self._server
         match request:
-            case p.Ask():
+            case requests.Ask():
                 training = server.training(request.container)
                 reply = training.ask(request)
-                return Answer(reply, () if isinstance(reply, p.Waiting) else training.buffers_now())
-            case p.Report():
+                return Answer(reply, () if isinstance(reply, replies.Waiting) else training.buffers_now())
+            case requests.Report():
                 training, buffers = server.training(request.container), self._channel.read_whole_body(SMALL_BODY_BYTES)
                 settled = training.report(request, bytes(buffers))
-                goes_on = isinstance(settled, p.Settled) and settled.next is not None
+                goes_on = isinstance(settled, replies.Settled) and settled.next is not None
                 return Answer(settled, training.buffers_now() if goes_on else ())
-            case p.GiveBack():
+            case requests.GiveBack():
                 server.training(request.container).give_back(request)
-            case p.Push():
+            case requests.Push():
                 self._push(request)
-            case p.Pull():
+            case requests.Pull():
                 return self._pull(request)
-            case p.PullRows():
+            case requests.PullRows():
                 return self._pull_rows(request)
-            case p.PutRows():
+            case requests.PutRows():
                 self._put_rows(request)
-            case p.Open():
+            case requests.Open():
                 return Answer(self._open(request))
-            case p.Fill():
+            case requests.Fill():
                 self._fill(request)
-            case p.Task():
+            case requests.Task():
                 return Answer(server.training(request.container).task(request))
-            case p.TaskDone():
+            case requests.TaskDone():
                 server.training(request.container).task_done(request)
-            case p.Apply():
+            case requests.Apply():
                 return Answer(self._apply(request))
-            case p.Leave():
+            case requests.Leave():
                 server.training(request.container).leave(request.replica, request.incarnation)
-            case p.Stop():
+            case requests.Stop():
                 server.training(request.container).stop()
-            case p.SetRule():
+            case requests.SetRule():
                 server.training(request.container).set_rule(request.rule)
-            case p.ReadBuffers():
+            case requests.ReadBuffers():
                 state = server.training(request.container).state
                 tensors = state.frozen if request.frozen else state.buffers.tensors
-                return Answer(p.Tensors(entries=entries_of(tensors)), [bytes_of(tensor) for _, tensor in tensors])
-            case p.Describe():
+                return Answer(replies.Tensors(entries=entries_of(tensors)), [bytes_of(tensor) for _, tensor in tensors])
+            case requests.Describe():
                 return Answer(server.description(request.container))
-            case p.Freeze():
+            case requests.Freeze():
                 if request.number:
                     step = server.container(request.container).freeze(request.number).step
-                    return Answer(p.Copied(number=request.number, step=step))
+                    return Answer(replies.Copied(number=request.number, step=step))
                 return Answer(server.training(request.container).closer.freeze())
-            case p.ReadFrozen():
+            case requests.ReadFrozen():
                 return self._frozen(request)
-            case p.Thaw():
+            case requests.Thaw():
                 server.container(request.container).thaw(request.number)
-            case p.Restore():
+            case requests.Restore():
                 self._restore(request)
-            case p.ReadBooks():
+            case requests.ReadBooks():
                 return Answer(self._books(request))
-            case p.Containers():
-                return Answer(p.Listed(containers=server.listing()))
-            case p.Drop():
+            case requests.Containers():
+                return Answer(replies.Listed(containers=server.listing()))
+            case requests.Drop():
                 server.drop(request.container, force=request.force)
-            case p.Copy():
+            case requests.Copy():
                 server.copy(request)
             case _:
                 raise PacelineError(f"{type(request).__name__} is not understood here")
-        return Answer(p.Done())
+        return Answer(replies.Done())
 
     # ── opening, and initial values ──────────────────────────────────────────────────────────────────────
 
-    def _open(self, request: p.Open) -> p.Opened:
+    def _open(self, request: requests.Open) -> replies.Opened:
         container = self._server.open(request)
         container.admit(request.replica, request.incarnation)
         if request.server == 0:
@@ -169,7 +169,7 @@ class Session:
             self._joined = (training, request.replica, request.incarnation)
         self._same_machine = shared = request.machine == machine_identity()
         descriptor = container.arena.arena.descriptor
-        return p.Opened(
+        return replies.Opened(
             step=container.step,
             filled=container.filled,
             reopened=container.reopened,
@@ -177,7 +177,7 @@ class Session:
             tables=[(os.getpid(), table.arena.descriptor) for table in container.tables] if shared else [],
         )
 
-    def _fill(self, request: p.Fill) -> None:
+    def _fill(self, request: requests.Fill) -> None:
         container = self._server.container(request.container)
         if container.filled:
             self._channel.skip_body(SKIP_WITHIN_S)  # said twice: training may have gone on meanwhile
@@ -207,7 +207,7 @@ class Session:
 
     # ── gradients and parameters ─────────────────────────────────────────────────────────────────────────
 
-    def _push(self, request: p.Push) -> None:
+    def _push(self, request: requests.Push) -> None:
         container = self._server.container(request.container)
         check_place(request.replica, container.settings.replicas)
         if not request.shared:
@@ -244,7 +244,7 @@ class Session:
             found.append(Rows(ids, self._read_tensor("float32", (count, table.spec.width))))
         return found
 
-    def _pull_rows(self, request: p.PullRows) -> Answer:
+    def _pull_rows(self, request: requests.PullRows) -> Answer:
         container = self._server.container(request.container)
         table = _one_of(container.tables, request.table)
         ids = self._read_tensor("int64", (self._length // 8,))
@@ -253,9 +253,9 @@ class Session:
             return Answer(waiting)
         with container.lock:
             step, values = container.step, table.weight.index_select(0, ids)
-        return Answer(p.Pulled(step=step), [bytes_of(values)])
+        return Answer(replies.Pulled(step=step), [bytes_of(values)])
 
-    def _put_rows(self, request: p.PutRows) -> None:
+    def _put_rows(self, request: requests.PutRows) -> None:
         container = self._server.container(request.container)
         table = _one_of(container.tables, request.table)
         if not (request.start >= 0 and request.rows >= 0 and request.start + request.rows <= table.rows):
@@ -264,7 +264,7 @@ class Session:
         put = RowsPut(table=request.table, key=request.key, start=request.start, steps=request.steps)
         container.put_rows(put, values)
 
-    def _pull(self, request: p.Pull) -> Answer:
+    def _pull(self, request: requests.Pull) -> Answer:
         container = self._server.container(request.container)
         if (waiting := _await_step(container, request.at_least)) is not None:
             return Answer(waiting)
@@ -273,70 +273,70 @@ class Session:
         room = torch.empty(0 if coding.exact else coding.most, dtype=torch.uint8)
         # From the last chunk to the first: the front layers lie at the end, and are what a forward needs first.
         parts = (bytes_of(coding.encode(flat, chunk, room)) for chunk in reversed(container.layout.chunks))
-        return Answer(p.Pulled(step=step), parts, coding.bytes)
+        return Answer(replies.Pulled(step=step), parts, coding.bytes)
 
-    def _apply(self, request: p.Apply) -> p.Reply:
+    def _apply(self, request: requests.Apply) -> replies.Reply:
         container = self._server.container(request.container)
         if request.measure:
-            return p.SquaredNorm(squared=container.squared_norm(request.close))
+            return replies.SquaredNorm(squared=container.squared_norm(request.close))
         container.apply(request.close, request.options, request.scale)
         if container.journal.due:
             container.journal.renew()
-        return p.Done()
+        return replies.Done()
 
     # ── copies of other servers' shares ──────────────────────────────────────────────────────────────────
 
-    def _of_another_server(self, request: p.KeepWhole | p.Keep | p.Fetch | p.Forget) -> Answer:
+    def _of_another_server(self, request: requests.OfAnotherServer) -> Answer:
         backup = self._server.backup
         match request:
-            case p.Keep():
+            case requests.Keep():
                 if len(self._room) < self._length:
                     self._room = bytearray(self._length)  # not every time: fresh memory costs more than reading
                 body = memoryview(self._room)[: self._length]
                 self._channel.read_body(body)
                 reply, settle = backup.take(request, body)
                 return Answer(reply, then=settle)
-            case p.KeepWhole():
+            case requests.KeepWhole():
                 tensors = {name: self._read_tensor(dtype, shape) for name, dtype, shape in request.entries}
                 self._channel.end_body()
                 backup.take_whole(request, tensors)
-                return Answer(p.Done())
-            case p.Fetch():
+                return Answer(replies.Done())
+            case requests.Fetch():
                 found = backup.give(request)
                 if found is None:
-                    return Answer(p.Missing())
+                    return Answer(replies.Missing())
                 tensors, notes, position = found
-                kept = p.Kept(entries=entries_of(tensors.items()), notes=notes, position=position)
+                kept = replies.Kept(entries=entries_of(tensors.items()), notes=notes, position=position)
                 return Answer(kept, [bytes_of(tensor) for tensor in tensors.values()])
-            case p.Forget():
+            case requests.Forget():
                 backup.forget(request)
-                return Answer(p.Done())
+                return Answer(replies.Done())
 
     # ── everything ───────────────────────────────────────────────────────────────────────────────────────
 
-    def _books(self, request: p.ReadBooks) -> p.BooksRead:
+    def _books(self, request: requests.ReadBooks) -> replies.BooksRead:
         if request.number is None:
-            return p.BooksRead(books=self._server.training(request.container).state.books())
+            return replies.BooksRead(books=self._server.training(request.container).state.books())
         books = self._server.container(request.container).frozen(request.number).books
         if books is None:
             raise PacelineError(f"this server is not the chief of container {request.container!r}: ask its server 0")
-        return p.BooksRead(books=books)
+        return replies.BooksRead(books=books)
 
-    def _frozen(self, request: p.ReadFrozen) -> Answer:
+    def _frozen(self, request: requests.ReadFrozen) -> Answer:
         container = self._server.container(request.container)
         if request.what == "sums":
             sums, touched = container.sums()
-            return Answer(p.Tensors(entries=[(str(slot), "", ()) for slot in touched]), [bytes_of(sums)])
+            return Answer(replies.Tensors(entries=[(str(slot), "", ()) for slot in touched]), [bytes_of(sums)])
         if request.what.startswith("rows "):
             number = request.what.removeprefix("rows ")
             last = _one_of(container.tables, int(number) if number.isdigit() else -1).last
             held = {"ids": last.ids, "values": last.values}
             entries = [(key, type_name(value), tuple(value.shape)) for key, value in held.items()]
-            return Answer(p.Tensors(entries=entries), [bytes_of(value) for value in held.values()])
+            return Answer(replies.Tensors(entries=entries), [bytes_of(value) for value in held.values()])
         frozen = container.frozen(request.number)
         if request.what == "extras":
             return Answer(
-                p.Tensors(entries=entries_of(frozen.extras)), [bytes_of(tensor) for _, tensor in frozen.extras]
+                replies.Tensors(entries=entries_of(frozen.extras)), [bytes_of(tensor) for _, tensor in frozen.extras]
             )
         if request.what.startswith("table "):
             number = request.what.removeprefix("table ")
@@ -344,9 +344,11 @@ class Session:
             held = {"": copy.weight, **copy.state}
             entries = [(key, type_name(value), tuple(value.shape)) for key, value in held.items()]
             numbers = [("steps", float(copy.steps))]
-            return Answer(p.Tensors(entries=entries, numbers=numbers), [bytes_of(value) for value in held.values()])
+            return Answer(
+                replies.Tensors(entries=entries, numbers=numbers), [bytes_of(value) for value in held.values()]
+            )
         if request.what == "parameters":
-            return Answer(p.Tensors(entries=[]), [bytes_of(frozen.parameters)])
+            return Answer(replies.Tensors(entries=[]), [bytes_of(frozen.parameters)])
         if request.what != "state":
             raise PacelineError(f"a copy has parameters, state and extras, and not {request.what[:40]!r}")
         entries, numbers, body = [], [], []
@@ -357,9 +359,9 @@ class Session:
                     body.append(bytes_of(value))
                 else:
                     numbers.append((f"{slot}/{key}", float(value)))
-        return Answer(p.Tensors(entries=entries, numbers=numbers), body)
+        return Answer(replies.Tensors(entries=entries, numbers=numbers), body)
 
-    def _restore(self, request: p.Restore) -> None:
+    def _restore(self, request: requests.Restore) -> None:
         container, books = self._server.container(request.container), request.books
         check_count("step", request.step)
         state = self._server.training(request.container).state if books is not None else None
@@ -381,12 +383,12 @@ class Session:
         self._server.save(request.container)
 
 
-def _await_step(container: Container, at_least: int) -> p.Waiting | None:
+def _await_step(container: Container, at_least: int) -> replies.Waiting | None:
     """Until so many steps have been made. A server that was started again may have yet to hear of the last one."""
     give_up = time.monotonic() + ANSWER_WITHIN_S
     while container.step < at_least:
         if time.monotonic() > give_up:
-            return p.Waiting(why=f"server {container.server} to make step {at_least - 1}")
+            return replies.Waiting(why=f"server {container.server} to make step {at_least - 1}")
         time.sleep(PAUSE_S)
     return None
 

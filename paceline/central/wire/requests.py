@@ -1,10 +1,10 @@
-"""What replicas, clients and servers say to each other: every message there is, as a fixed schema.
+"""What replicas, clients and servers ask of a server: every request there is, as a fixed schema.
 
 A connection carries one request at a time and one reply to each. Requests may be sent again after a connection broke:
 each is safe to repeat. Tensors travel as the body of a frame; the comments say what it holds.
 
-The decoders are made here, at import, once: msgspec 0.22 crashes when one thread makes the first decoder of a type
-while another already decodes with it (it sees a half-made description of the type).
+The decoders here and in `replies` are made at import, once: msgspec 0.22 crashes when one thread makes the first
+decoder of a type while another already decodes with it (it sees a half-made description of the type).
 """
 
 from __future__ import annotations
@@ -18,19 +18,15 @@ from paceline.central.shards import Option, Spec
 from paceline.central.wire.notes import ShareNotes
 from paceline.central.wire.records import AnyRecord
 from paceline.central.wire.settings import Settings
-from paceline.rules import Rule, Sync
+from paceline.central.wire.tensor_bytes import Entry
+from paceline.rules import Rule
 
-Run = tuple[int, int]
 
-
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """Base of all."""
 
 
-# ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Hello(Message, frozen=True, kw_only=True):
+class Hello(_Request, frozen=True, kw_only=True):
     """First on every connection."""
 
     version: str  # of Paceline
@@ -38,7 +34,7 @@ class Hello(Message, frozen=True, kw_only=True):
     who: str = ""
 
 
-class Open(Message, frozen=True, kw_only=True):
+class Open(_Request, frozen=True, kw_only=True):
     """A replica takes its place in a container, which is made if it is not there."""
 
     container: str
@@ -52,17 +48,17 @@ class Open(Message, frozen=True, kw_only=True):
     checks: list[int]  # a checksum of each parameter's initial value
 
 
-class Fill(Message, frozen=True, kw_only=True):
+class Fill(_Request, frozen=True, kw_only=True):
     """Values for parameters that have none. Body: this server's flat buffer; for the chief then the model's buffers,
     and the parameters that are not trained."""
 
     container: str
-    buffers: list[tuple[str, str, tuple[int, ...]]] = []
-    frozen: list[tuple[str, str, tuple[int, ...]]] = []
+    buffers: list[Entry] = []
+    frozen: list[Entry] = []
     keys: list[tuple[str, str]] = []  # the model's state_dict: each key, and the name of the tensor that it is
 
 
-class Push(Message, frozen=True, kw_only=True):
+class Push(_Request, frozen=True, kw_only=True):
     """The gradient of a ticket. Body: coded by `wire`, chunk after chunk; empty if it lies in shared memory."""
 
     container: str
@@ -76,7 +72,7 @@ class Push(Message, frozen=True, kw_only=True):
     rows: list[int] = []  # for each table how many rows: at the end of the body, their numbers and their gradients
 
 
-class Pull(Message, frozen=True, kw_only=True):
+class Pull(_Request, frozen=True, kw_only=True):
     """The parameters after at least `at_least` steps. Reply's body: coded by `wire`."""
 
     container: str
@@ -85,7 +81,7 @@ class Pull(Message, frozen=True, kw_only=True):
     wire: str
 
 
-class PullRows(Message, frozen=True, kw_only=True):
+class PullRows(_Request, frozen=True, kw_only=True):
     """Rows of a table after at least `at_least` steps. Body: their numbers on this server. Reply's body: values."""
 
     container: str
@@ -93,7 +89,7 @@ class PullRows(Message, frozen=True, kw_only=True):
     at_least: int = 0
 
 
-class PutRows(Message, frozen=True, kw_only=True):
+class PutRows(_Request, frozen=True, kw_only=True):
     """Values for a run of a table's rows: of the weight (no key), or of the optimizer's state. Body: the values."""
 
     container: str
@@ -104,7 +100,7 @@ class PutRows(Message, frozen=True, kw_only=True):
     steps: int | None = None  # updates the table has seen
 
 
-class Ask(Message, frozen=True, kw_only=True):
+class Ask(_Request, frozen=True, kw_only=True):
     """A replica asks the chief for work in its chapter."""
 
     container: str
@@ -118,7 +114,7 @@ class Ask(Message, frozen=True, kw_only=True):
     at_once: bool = False  # answer now, also if there is nothing to do yet
 
 
-class Report(Message, frozen=True, kw_only=True):
+class Report(_Request, frozen=True, kw_only=True):
     """The gradient of a ticket is with all servers. Body: the model's buffers."""
 
     container: str
@@ -131,7 +127,7 @@ class Report(Message, frozen=True, kw_only=True):
     ask: Ask | None = None  # for what comes next, if it is there when this is settled
 
 
-class GiveBack(Message, frozen=True, kw_only=True):
+class GiveBack(_Request, frozen=True, kw_only=True):
     """A replica will not compute that ticket, not now."""
 
     container: str
@@ -140,7 +136,7 @@ class GiveBack(Message, frozen=True, kw_only=True):
     ticket: int
 
 
-class Task(Message, frozen=True, kw_only=True):
+class Task(_Request, frozen=True, kw_only=True):
     """A replica has come to a task."""
 
     container: str
@@ -150,7 +146,7 @@ class Task(Message, frozen=True, kw_only=True):
     length: int
 
 
-class TaskDone(Message, frozen=True, kw_only=True):
+class TaskDone(_Request, frozen=True, kw_only=True):
     """It has done a part of it."""
 
     container: str
@@ -161,7 +157,7 @@ class TaskDone(Message, frozen=True, kw_only=True):
     values: list[float]
 
 
-class Leave(Message, frozen=True, kw_only=True):
+class Leave(_Request, frozen=True, kw_only=True):
     """A replica has ended; said by itself, or by its supervisor."""
 
     container: str
@@ -169,38 +165,38 @@ class Leave(Message, frozen=True, kw_only=True):
     incarnation: int
 
 
-class Stop(Message, frozen=True, kw_only=True):
+class Stop(_Request, frozen=True, kw_only=True):
     """Let the run end after the step in progress."""
 
     container: str
 
 
-class SetRule(Message, frozen=True, kw_only=True):
+class SetRule(_Request, frozen=True, kw_only=True):
     container: str
     rule: Rule
 
 
-class ReadBuffers(Message, frozen=True, kw_only=True):
+class ReadBuffers(_Request, frozen=True, kw_only=True):
     """The merged buffers of the last step, or the parameters that are not trained. Reply's body: those."""
 
     container: str
     frozen: bool = False
 
 
-class Describe(Message, frozen=True, kw_only=True):
+class Describe(_Request, frozen=True, kw_only=True):
     """What a container holds, how it is spread, who trains it."""
 
     container: str
 
 
-class Freeze(Message, frozen=True, kw_only=True):
+class Freeze(_Request, frozen=True, kw_only=True):
     """Keep a copy of everything as it is after some step; said to the chief, and by it to the other servers."""
 
     container: str
     number: int = 0  # of the copy; the chief chooses it
 
 
-class ReadFrozen(Message, frozen=True, kw_only=True):
+class ReadFrozen(_Request, frozen=True, kw_only=True):
     """Read from such a copy: parameters, or optimizer state."""
 
     container: str
@@ -208,14 +204,14 @@ class ReadFrozen(Message, frozen=True, kw_only=True):
     what: str  # parameters | state | extras | table N; of the last step (number 0): sums | rows N
 
 
-class Thaw(Message, frozen=True, kw_only=True):
+class Thaw(_Request, frozen=True, kw_only=True):
     """That copy has been read."""
 
     container: str
     number: int
 
 
-class Restore(Message, frozen=True, kw_only=True):
+class Restore(_Request, frozen=True, kw_only=True):
     """Take over parameters (body, first), optimizer state (body, then), and where the training stands."""
 
     container: str
@@ -227,14 +223,14 @@ class Restore(Message, frozen=True, kw_only=True):
     buffers: bool = False  # for the chief: the body ends with the model's buffers and what is not trained
 
 
-class ReadBooks(Message, frozen=True, kw_only=True):
+class ReadBooks(_Request, frozen=True, kw_only=True):
     """The chief's books: as they are now, or as they were when a copy was frozen."""
 
     container: str
     number: int | None = None  # of the copy
 
 
-class Apply(Message, frozen=True, kw_only=True):
+class Apply(_Request, frozen=True, kw_only=True):
     """The chief tells another server to make a step. First it may ask for the squared length of the gradient."""
 
     container: str
@@ -244,18 +240,18 @@ class Apply(Message, frozen=True, kw_only=True):
     scale: float = 1.0
 
 
-class Containers(Message, frozen=True, kw_only=True):
+class Containers(_Request, frozen=True, kw_only=True):
     """What there is."""
 
 
-class Drop(Message, frozen=True, kw_only=True):
+class Drop(_Request, frozen=True, kw_only=True):
     """Forget a container. Its chief refuses while replicas are there, unless forced."""
 
     container: str
     force: bool = False
 
 
-class Copy(Message, frozen=True, kw_only=True):
+class Copy(_Request, frozen=True, kw_only=True):
     """Make another container out of one, all at one step; said to the chief, and by it to the other servers."""
 
     container: str
@@ -263,17 +259,17 @@ class Copy(Message, frozen=True, kw_only=True):
     number: int = 0  # of the frozen copy to take; the chief makes it
 
 
-class KeepWhole(Message, frozen=True, kw_only=True):
+class KeepWhole(_Request, frozen=True, kw_only=True):
     """A server has the next one keep a copy of its share of a container. Body: the tensors of a snapshot."""
 
     container: str
     server: int  # whose share it is
     incarnation: int  # of that server's process: older ones are not listened to any more
-    entries: list[tuple[str, str, tuple[int, ...]]]
+    entries: list[Entry]
     notes: ShareNotes
 
 
-class Keep(Message, frozen=True, kw_only=True):
+class Keep(_Request, frozen=True, kw_only=True):
     """What has happened to it since. Body: the records' bodies, one after another. Without records: is it there?"""
 
     container: str
@@ -284,7 +280,7 @@ class Keep(Message, frozen=True, kw_only=True):
     lengths: list[int] = []  # of the bodies
 
 
-class Fetch(Message, frozen=True, kw_only=True):
+class Fetch(_Request, frozen=True, kw_only=True):
     """A server that was started again wants its share back."""
 
     container: str
@@ -292,7 +288,7 @@ class Fetch(Message, frozen=True, kw_only=True):
     incarnation: int
 
 
-class Forget(Message, frozen=True, kw_only=True):
+class Forget(_Request, frozen=True, kw_only=True):
     """That copy is not needed any more."""
 
     container: str
@@ -300,6 +296,7 @@ class Forget(Message, frozen=True, kw_only=True):
     incarnation: int
 
 
+OfAnotherServer = KeepWhole | Keep | Fetch | Forget  # about its share
 Request = (
     Hello
     | Open
@@ -327,182 +324,6 @@ Request = (
     | Containers
     | Drop
     | Copy
-    | KeepWhole
-    | Keep
-    | Fetch
-    | Forget
+    | OfAnotherServer
 )
 REQUESTS = msgspec.msgpack.Decoder(Request)
-
-
-# ── replies ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Done(Message, frozen=True):
-    """Nothing more to say."""
-
-
-class Refused(Message, frozen=True, kw_only=True):
-    """A sentence for the user."""
-
-    sentence: str
-
-
-class Opened(Message, frozen=True, kw_only=True):
-    """The container is there."""
-
-    step: int
-    filled: bool
-    arena: tuple[int, int] | None  # process and descriptor, if memory can be shared
-    reopened: bool = False  # an earlier run has left what is there
-    tables: list[tuple[int, int]] = []  # the same of every table
-
-
-class Pulled(Message, frozen=True, kw_only=True):
-    step: int
-
-
-class Ticket(Message, frozen=True, kw_only=True):
-    """Work."""
-
-    ticket: int
-    step: int
-    epoch: int
-    runs: list[Run]
-    part: int
-    exact: bool
-    sync: bool  # the rule under which it was handed out
-    needed: int = 1  # how many tickets close the step
-    following: tuple[int, list[Run]] | None = None  # epoch and samples that most likely come next
-
-
-class Waiting(Message, frozen=True, kw_only=True):
-    """Ask again: nothing yet. `why` names what is waited for."""
-
-    why: str
-
-
-class Ended(Message, frozen=True, kw_only=True):
-    """No more work in this chapter; body: the merged buffers."""
-
-    step: int
-    stop: bool
-    loss: float
-
-
-class Settled(Message, frozen=True, kw_only=True):
-    """What became of a ticket. `accepted` is the step that took it; None: it was late. With a `next` one, the reply's
-    body: the model's buffers."""
-
-    accepted: int | None
-    step: int  # closed so far
-    loss: float
-    samples: int
-    replicas: int  # members now
-    chief: bool  # whether this replica speaks for the others
-    seen: int  # samples counted so far
-    next: Ticket | None = None
-
-
-class TaskPart(Message, frozen=True, kw_only=True):
-    """A part of a task to do."""
-
-    part: int
-    start: int
-    stop: int
-
-
-class Result(Message, frozen=True, kw_only=True):
-    """A task is done."""
-
-    values: list[float]
-    chief: bool
-
-
-class Copied(Message, frozen=True, kw_only=True):
-    """A frozen copy has been made."""
-
-    number: int
-    step: int
-
-
-class Tensors(Message, frozen=True, kw_only=True):
-    """Named tensors: type, shape; the body holds them one after another."""
-
-    entries: list[tuple[str, str, tuple[int, ...]]]
-    numbers: list[tuple[str, float]] = []
-
-
-class BooksRead(Message, frozen=True, kw_only=True):
-    books: Books
-
-
-class SquaredNorm(Message, frozen=True, kw_only=True):
-    squared: float
-
-
-class Listing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One container, as a list shows it."""
-
-    name: str
-    step: int
-    bytes: int
-    tensors: int
-    optimizer: str
-    replicas: int = 0  # this and what follows is known to the chief
-    rule: str = ""
-    loss: float = 0.0
-
-
-class Listed(Message, frozen=True, kw_only=True):
-    containers: list[Listing]
-
-
-class Described(Message, frozen=True, kw_only=True):
-    """A container, as one of its servers sees it. The chief knows the fields below `addresses`."""
-
-    spec: Spec
-    server: int
-    step: int
-    addresses: list[str]  # of all servers, as the replicas know them
-    members: list[int] = []  # replicas that are there
-    rule: Rule = Sync()
-    accepting: int = 0
-    keys: list[tuple[str, str]] = []
-    buffers: list[tuple[str, str, tuple[int, ...]]] = []
-    frozen: list[tuple[str, str, tuple[int, ...]]] = []
-
-
-class Kept(Message, frozen=True, kw_only=True):
-    """A copy of a server's share. Body: its tensors."""
-
-    entries: list[tuple[str, str, tuple[int, ...]]]
-    notes: ShareNotes
-    position: int  # records that are in it
-
-
-class Missing(Message, frozen=True):
-    """There is no such copy here."""
-
-
-Reply = (
-    Done
-    | Refused
-    | Opened
-    | Pulled
-    | Ticket
-    | Waiting
-    | Ended
-    | Settled
-    | TaskPart
-    | Result
-    | Copied
-    | Tensors
-    | BooksRead
-    | SquaredNorm
-    | Listed
-    | Described
-    | Kept
-    | Missing
-)
-REPLIES = msgspec.msgpack.Decoder(Reply)
