@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import msgspec
@@ -117,10 +117,12 @@ def describe_optimizer(optimizer: Optimizer) -> OptimizerSpec:
 
 
 def plain_options(group: Mapping[str, Any]) -> dict[str, Option]:
-    """A group's options as plain data, without those that only concern speed."""
+    """A group's options as plain data: what an optimizer takes, without what only concerns speed.
+
+    Schedulers keep notes of their own in a group (`max_momentum`, `swa_lr`), and so do users."""
     found: dict[str, Option] = {}
     for key, value in options_of(group).items():
-        if key in ("foreach", "fused", "capturable", "differentiable"):
+        if key in ("foreach", "fused", "capturable", "differentiable") or key not in _arguments():
             continue
         if isinstance(value, torch.Tensor):
             value = float(value)
@@ -132,12 +134,19 @@ def plain_options(group: Mapping[str, Any]) -> dict[str, Option]:
     return found
 
 
+@cache
+def _arguments() -> frozenset[str]:
+    """What any of the optimizers may be told."""
+    kinds: list[Any] = list(OPTIMIZERS.values())
+    return frozenset(argument for kind in kinds for argument in kind([torch.zeros(1)]).defaults)
+
+
 def make_optimizer(spec: OptimizerSpec) -> Optimizer:
     """The optimizer a spec names, with made-up parameters: its class and options are what matters."""
     kind: Any = OPTIMIZERS.get(spec.name)
     if kind is None:
         raise ModelError("optimizer", spec.name, f"this server knows {', '.join(OPTIMIZERS)}")
-    known = set(kind([torch.zeros(1)]).defaults) | {"initial_lr"}
+    known = set(kind([torch.zeros(1)]).defaults)
     groups = []
     for options in spec.groups:
         if unknown := sorted(set(options) - known):

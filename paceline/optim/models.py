@@ -52,6 +52,22 @@ def grouped_parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str
     ]
 
 
+def group_sizes(optimizer: Optimizer) -> list[int]:
+    """How many parameters each of its groups has."""
+    return [len(group["params"]) for group in optimizer.param_groups]
+
+
+def refuse_added_parameters(optimizer: Optimizer, sizes: list[int]) -> None:
+    """Its groups must be as large as they were when training began: a new parameter has no place where owners look."""
+    if (now := group_sizes(optimizer)) != sizes:
+        raise ModelError(
+            "optimizer",
+            f"{type(optimizer).__name__} with {sum(now)} parameters",
+            f"it had {sum(sizes)} when training began, and owners know no others; give it all of them at the start, "
+            "those to be trained later with requires_grad=False",
+        )
+
+
 def buffers_of(model: nn.Module) -> list[torch.Tensor]:
     """Every buffer a forward may change, counters included."""
     return list(own_state(model).buffers())

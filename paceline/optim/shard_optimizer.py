@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from paceline.errors import ModelError
 from paceline.memory.layout import Chunk, FlatLayout, Piece
+from paceline.optim.models import group_sizes, refuse_added_parameters
 from paceline.optim.state import FUSED, Entry, StateLayout, bare_copy, needs_whole_tensors, options_of
 
 
@@ -52,11 +53,13 @@ class ShardOptimizer:
         self._own = bare_copy(optimizer)
         self._whole = needs_whole_tensors(optimizer)
         self._held: dict[int, list[_PieceState]] = {}
+        self._group_sizes = group_sizes(optimizer)
         self._groups: list[dict[str, Any]] = []
         self.refresh_options()
 
     def refresh_options(self) -> None:
         """Take over learning rates and other options, which the user or a scheduler may have changed."""
+        refuse_added_parameters(self._users, self._group_sizes)
         self._groups = [options_of(group) for group in self._users.param_groups]
         if type(self._users) in FUSED:
             for group in self._groups:

@@ -38,7 +38,7 @@ from paceline.memory.arena import Arena
 from paceline.memory.server_arena import ServerArena
 from paceline.net.frames import Channel, ConnectionLost
 from paceline.optim.gradients import GradientCollector
-from paceline.optim.models import grouped_parameters, own_state
+from paceline.optim.models import group_sizes, grouped_parameters, own_state, refuse_added_parameters
 
 __all__ = ["Client", "ServerAddresses"]
 
@@ -69,6 +69,7 @@ class Client:
         self.container = servers.container
         self._mine: dict[str, Any] = {"container": servers.container, "replica": replica, "incarnation": incarnation}
         self._settings = settings
+        self._group_sizes = group_sizes(optimizer)
         self._servers = servers
         self._wire = wire_name
         self._share_memory = share_memory
@@ -298,6 +299,7 @@ class Client:
             receive(channel, self._buffers)
 
     def report(self, ticket: int, loss: float) -> replies.Settled | replies.Ticket:
+        refuse_added_parameters(self.options_from, self._group_sizes)
         request = requests.Report(
             **self._mine,
             ticket=ticket,
