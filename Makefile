@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test soak bench peers lint format clean
+.PHONY: demo test soak bench peers torch-suite lint format clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -20,6 +20,9 @@ bench: $(READY)
 
 peers: $(READY)
 	$(BIN)/python -m benchmarks.peers
+
+torch-suite: $(READY)
+	$(BIN)/python -m benchmarks.torch_suite
 
 lint: $(READY)
 	$(BIN)/ruff check .

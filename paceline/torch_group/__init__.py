@@ -1,6 +1,7 @@
 """A backend for programs of torch.distributed (`paceline.torch_backend`): shared memory instead of sockets.
 
-`rank_group` is ranks that found each other through torch's store and that nobody supervises, `space` the shared memory
-of their collectives, `flat` how tensors lie in it, `tagged_messages` what they send to one another; `process_group` is
-what torch sees of all that.
+`rank_group` is ranks that found each other through torch's store and that nobody supervises; `rounds` what they do in
+step, `collectives` (and `sparse`) what they exchange in it, `reductions` how contributions become one, `flat_tensors`
+how tensors lie in memory; `tagged_messages` what they send to one another. `process_group` and `works` are what torch
+sees of all that, `errors` what it is told.
 """

@@ -1,10 +1,11 @@
 """A `torch.distributed.ProcessGroup` on shared memory, for the processes of one host.
 
-torch's own DistributedDataParallel, DTensor, FSDP and pipelining run on it: collectives through a `Space`, sends and
-receives through `TaggedMessages`. A collective is finished when its call returns; `async_op=True` gives
-a work that is done.
+torch's own DistributedDataParallel, DTensor, FSDP and pipelining run on it: collectives through `Collectives`, sends
+and receives through `TaggedMessages`. A collective is finished when its call returns; `async_op=True` gives a work that
+is done.
 
-Tensors may lie as they like in memory: what is not contiguous is copied both ways.
+Tensors may lie as they like in memory: what is not contiguous is copied both ways. What cannot be is refused before
+anything is exchanged, and the other ranks are told.
 """
 
 # Only the forms in which torch.distributed itself calls are there; the others of the base class are conveniences.
@@ -12,7 +13,8 @@ Tensors may lie as they like in memory: what is not contiguous is copied both wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,15 +23,38 @@ from torch import distributed as dist
 from torch.distributed import ReduceOp, Work
 from torch.distributed.distributed_c10d import Store
 
-from paceline.errors import PacelineError
-from paceline.torch_group.flat import Flat, Flats, check, read, reduction, same_size
+from paceline.torch_group.collectives import Collectives
+from paceline.torch_group.errors import CallError
+from paceline.torch_group.flat_tensors import FlatTensor, FlatTensors, check, one_for_each, read, same_size
 from paceline.torch_group.rank_group import RankGroup
-from paceline.torch_group.space import Space, space_bytes
-from paceline.torch_group.tagged_messages import Receive, TaggedMessages, letters_bytes
+from paceline.torch_group.reductions import reduction
+from paceline.torch_group.rounds import space_bytes
+from paceline.torch_group.sparse import all_reduce_sparse
+from paceline.torch_group.tagged_messages import TaggedMessages, messages_bytes
+from paceline.torch_group.works import Finished, Receiving, seconds
 
 NAME = "paceline"
 
 Tensors = list[torch.Tensor]
+Call = Callable[..., Work]
+
+
+def _collective(call: Call) -> Call:
+    """A call that all ranks make: within the time limit of its options, and the others are told where it fails."""
+
+    @functools.wraps(call)
+    def told(self: SharedMemoryGroup, *args: Any, **kwargs: Any) -> Work:
+        collectives = self._collectives
+        opts = kwargs.get("opts", args[-1] if args else None)
+        collectives.limit_s = seconds(getattr(opts, "timeout", None))
+        before = collectives.rounds
+        try:
+            return call(self, *args, **kwargs)
+        except BaseException as error:
+            collectives.failed(before, error)
+            raise
+
+    return told
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
@@ -39,11 +64,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]  # the stub has only the form with a store
         self._rank, self._size = rank, size
         self._name = self._description = ""
-        sizes = (space_bytes(size), letters_bytes(size))
-        self._company = RankGroup(store, rank, size, timeout.total_seconds(), sizes)
-        self._space = Space(self._company, 0)
-        self._letters = TaggedMessages(self._company, 1)
-        self._company.meanwhile = self._letters.take_in
+        sizes = (space_bytes(size), messages_bytes(size))
+        self._ranks = RankGroup(store, rank, size, timeout.total_seconds(), sizes)
+        self._collectives = Collectives(self._ranks, 0)
+        self._messages = TaggedMessages(self._ranks, 1)
+        self._ranks.meanwhile = self._messages.take_in
 
     # ── what torch asks of every group ───────────────────────────────────────────────────────────────────
 
@@ -96,10 +121,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Nothing is put off: every collective is finished when it returns."""
 
     def _end_coalescing(self, device: torch.device) -> Work:
-        return _Done([])
+        return Finished([])
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._company.timeout_s = timeout.total_seconds()
+        self._ranks.timeout_s = timeout.total_seconds()
 
     def shutdown(self) -> None:
         """Nothing is open: the memory goes with the last view of it."""
@@ -108,102 +133,142 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     # ── reductions ───────────────────────────────────────────────────────────────────────────────────────
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
-        reduce = reduction(getattr(opts, "reduceOp", ReduceOp.SUM), tensors)
+    @_collective
+    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> Work:
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        op = getattr(opts, "reduceOp", ReduceOp.SUM)
+        if tensors and tensors[0].layout != torch.strided:
+            for tensor in tensors:
+                all_reduce_sparse(self._collectives, tensor, op)
+            return Finished(tensors)
+        reduce = reduction(op, tensors)
         for tensor in tensors:
-            with Flat(tensor) as flat:
-                self._space.all_reduce(flat, reduce)
-        return _Done(tensors)
+            with FlatTensor(tensor) as flat:
+                self._collectives.all_reduce(flat, reduce)
+        return Finished(tensors)
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
-        return self.allreduce(tensors, opts)
+    allreduce_coalesced = allreduce
 
-    def reduce(self, tensors: Tensors, opts: Any = None) -> Work:
+    @_collective
+    def reduce(self, tensors: Tensors, opts: Any) -> Work:
         reduce = reduction(opts.reduceOp, tensors)
         for tensor in tensors:
-            with Flat(tensor) as flat:
-                self._space.reduce(flat, opts.rootRank, reduce)
-        return _Done(tensors)
+            with FlatTensor(tensor) as flat:
+                self._collectives.reduce(flat, opts.rootRank, reduce)
+        return Finished(tensors)
 
+    @_collective
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Work:
         for output, parts in zip(outputs, inputs, strict=True):
             self._reduce_scatter(output, parts, opts)
-        return _Done(outputs)
+        return Finished(outputs)
 
     def _reduce_scatter(self, output: torch.Tensor, parts: Sequence[torch.Tensor], opts: Any) -> None:
+        one_for_each("reduce_scatter", parts, self._size)
         reduce = reduction(getattr(opts, "reduceOp", ReduceOp.SUM), [output, *parts])
         same_size("reduce_scatter", output, parts[self._rank])
-        with Flat(output) as flat:
-            self._space.reduce_scatter([read(part) for part in parts], flat, reduce)
+        with FlatTensor(output) as flat:
+            self._collectives.reduce_scatter([read(part) for part in parts], flat, reduce)
 
+    @_collective
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
+        check([output, input])
         self._reduce_scatter(output, self._parts(read(input), "reduce_scatter_tensor"), opts)
-        return _Done([output])
+        return Finished([output])
 
+    @_collective
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+        check([*outputs, *inputs])
         for output, tensor in zip(outputs, inputs, strict=True):
-            self.reduce_scatter_single(output, tensor, opts)
-        return _Done(outputs)
+            self._reduce_scatter(output, self._parts(read(tensor), "reduce_scatter_tensor"), opts)
+        return Finished(outputs)
 
     # ── copies ───────────────────────────────────────────────────────────────────────────────────────────
 
+    @_collective
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         for into, tensor in zip(outputs, inputs, strict=True):
-            check([tensor, *into])
-            same_size("all_gather", into[self._rank], tensor)
-            with Flats(into) as flats:
-                self._space.all_gather(read(tensor), flats)
-        return _Done([tensor for into in outputs for tensor in into])
+            self._all_gather(into, tensor)
+        return Finished([tensor for into in outputs for tensor in into])
 
+    @_collective
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Work:
-        return self.allgather(list(zip(*outputs, strict=True)), inputs, opts)  # type: ignore[arg-type]
+        """`outputs` has a list for each rank, of one tensor for each input."""
+        for tensor, *into in zip(inputs, *outputs, strict=True):
+            self._all_gather(into, tensor)
+        return Finished([tensor for into in outputs for tensor in into])
 
+    def _all_gather(self, into: Tensors, tensor: torch.Tensor) -> None:
+        one_for_each("all_gather", into, self._size)
+        check([tensor, *into])
+        same_size("all_gather", into[self._rank], tensor)
+        with FlatTensors(into) as flats:
+            self._collectives.all_gather(read(tensor), flats)
+
+    @_collective
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
-        check([output, input])
-        with Flat(output) as flat:
-            parts = self._parts(flat, "all_gather_into_tensor")
-            same_size("all_gather_into_tensor", parts[self._rank], input)
-            self._space.all_gather(read(input), parts)
-        return _Done([output])
+        self._all_gather_single(output, input)
+        return Finished([output])
 
+    @_collective
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         for output, tensor in zip(outputs, inputs, strict=True):
-            self.all_gather_single(output, tensor, opts)
-        return _Done(outputs)
+            self._all_gather_single(output, tensor)
+        return Finished(outputs)
 
-    def broadcast(self, tensors: Tensors, opts: Any = None) -> Work:
+    def _all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
+        check([output, tensor])
+        with FlatTensor(output) as flat:
+            parts = self._parts(flat, "all_gather_into_tensor")
+            same_size("all_gather_into_tensor", parts[self._rank], tensor)
+            self._collectives.all_gather(read(tensor), parts)
+
+    @_collective
+    def broadcast(self, tensors: Tensors, opts: Any) -> Work:
         check(tensors)
         for tensor in tensors:
-            with Flat(tensor) as flat:
-                self._space.broadcast(flat, opts.rootRank)
-        return _Done(tensors)
+            with FlatTensor(tensor) as flat:
+                self._collectives.broadcast(flat, opts.rootRank)
+        return Finished(tensors)
 
-    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Work:
+    @_collective
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Work:
         (output,) = outputs
-        parts = inputs[0] if self._rank == opts.rootRank else []
+        parts = []
+        if self._rank == opts.rootRank:
+            (parts,) = inputs
+            one_for_each("scatter", parts, self._size)
         check([output, *parts])
         for part in parts:
             same_size("scatter", output, part)
-        with Flat(output) as flat:
-            self._space.scatter([read(part) for part in parts], flat, opts.rootRank)
-        return _Done(outputs)
+        with FlatTensor(output) as flat:
+            self._collectives.scatter([read(part) for part in parts], flat, opts.rootRank)
+        return Finished(outputs)
 
-    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Work:
+    @_collective
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Work:
         (tensor,) = inputs
-        into = outputs[0] if self._rank == opts.rootRank else []
+        into = []
+        if self._rank == opts.rootRank:
+            (into,) = outputs
+            one_for_each("gather", into, self._size)
         check([tensor, *into])
         for there in into:
             same_size("gather", there, tensor)
-        with Flats(into) as flats:
-            self._space.gather(read(tensor), flats, opts.rootRank)
-        return _Done(into)
+        with FlatTensors(into) as flats:
+            self._collectives.gather(read(tensor), flats, opts.rootRank)
+        return Finished(into)
 
+    @_collective
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+        for tensors in (outputs, inputs):
+            one_for_each("all_to_all", tensors, self._size)
         check([*outputs, *inputs])
-        with Flats(outputs) as flats:
-            self._space.all_to_all([read(tensor) for tensor in inputs], flats)
-        return _Done(outputs)
+        with FlatTensors(outputs) as flats:
+            self._collectives.all_to_all([read(tensor) for tensor in inputs], flats)
+        return Finished(outputs)
 
+    @_collective
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -213,22 +278,28 @@ class SharedMemoryGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> Work:
         check([output, input])
-        with Flat(output) as flat:
+        with FlatTensor(output) as flat:
             parts = self._split(read(input), input, input_split_sizes, "the input")
-            self._space.all_to_all(parts, self._split(flat, output, output_split_sizes, "the output"))
-        return _Done([output])
+            self._collectives.all_to_all(parts, self._split(flat, output, output_split_sizes, "the output"))
+        return Finished([output])
 
+    @_collective
     def barrier(self, opts: Any = None) -> Work:
-        self._space.barrier()
-        return _Done([])
+        self._collectives.barrier()
+        return Finished([])
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks; an error on each that waits in vain names all that have not come."""
+        limit_s = self._ranks.timeout_s if timeout is None else timeout.total_seconds()
+        self._collectives.monitored_barrier(limit_s)
 
     # ── one to one ───────────────────────────────────────────────────────────────────────────────────────
 
     def send(self, tensors: Tensors, to: int, tag: int) -> Work:
         check(tensors)
         for tensor in tensors:
-            self._letters.post(read(tensor).view(torch.uint8), to, tag)
-        return _Done(tensors)
+            self._messages.post(read(tensor), to, tag)
+        return Finished(tensors)
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Work:
         return self._receive(tensors, source, tag)
@@ -239,7 +310,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _receive(self, tensors: Tensors, source: int | None, tag: int) -> Work:
         check(tensors)
         (tensor,) = tensors
-        return _Receiving(self._letters, tensor, source, tag)
+        return Receiving(self._messages, tensor, source, tag)
 
     # Names of earlier versions of torch.
     _allgather_base = all_gather_single
@@ -252,7 +323,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def _parts(self, flat: torch.Tensor, call: str) -> Sequence[torch.Tensor]:
         if flat.numel() % self._size:
-            raise PacelineError(f"{call} has a tensor of {flat.numel()} elements: {self._size} ranks must divide it")
+            raise CallError(f"{call} has a tensor of {flat.numel()} elements: {self._size} ranks must divide it")
         return list(flat.view(self._size, -1))
 
     def _split(
@@ -262,7 +333,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if not sizes:
             return self._parts(flat, "all_to_all_single")
         if len(sizes) != self._size or sum(sizes) != tensor.size(0):
-            raise PacelineError(
+            raise CallError(
                 f"all_to_all_single splits {what} of {tensor.size(0)} rows into {list(sizes)}: "
                 f"give {self._size} sizes that add up to the rows"
             )
@@ -271,69 +342,3 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def __repr__(self) -> str:
         return f"<{NAME} process group {self._name!r}: rank {self._rank} of {self._size}>"
-
-
-# ── works ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class _Done(Work):
-    """Of a call that was finished when it returned."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self._tensors = list(tensors)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
-
-    def exception(self) -> None:
-        return None
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> Tensors:
-        return self._tensors
-
-    def get_future(self) -> Any:
-        future: torch.futures.Future[Tensors] = torch.futures.Future()
-        future.set_result(self._tensors)
-        return future
-
-
-class _Receiving(_Done):
-    """Of a receive, which is done when somebody waits."""
-
-    def __init__(self, letters: TaggedMessages, tensor: torch.Tensor, source: int | None, tag: int) -> None:
-        super().__init__([tensor])
-        self._letters = letters
-        self._flat = Flat(tensor)
-        self._receive = Receive(self._flat.flat.view(torch.uint8), source, tag)
-        letters.ask(self._receive)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self._letters.complete(self._receive)
-        self._flat.write_back()
-        return True
-
-    def is_completed(self) -> bool:
-        self._letters.take_in()
-        return self._receive.complete
-
-    is_success = is_completed
-
-    def source_rank(self) -> int:
-        assert self._receive.source is not None
-        return self._receive.source
-
-    _source_rank = source_rank
-
-    def get_future(self) -> Any:
-        self.wait()
-        return super().get_future()

@@ -14,11 +14,12 @@ from pathlib import Path
 
 from torch.distributed.distributed_c10d import Store
 
-from paceline.errors import LaunchError, ReplicaDied, Stalled
+from paceline.errors import LaunchError, Stalled
 from paceline.exchange.board import Board, HostWord, Phase, Word
 from paceline.exchange.life import Life
 from paceline.memory import segment
 from paceline.memory.arena import Arena
+from paceline.torch_group.errors import RankDied, RankLate
 
 LEAST_MEETING_S = 60.0  # processes that begin together may take so long until all have begun
 LOOKS_BETWEEN_CHECKS = 32  # whether the others live is asked this rarely: it costs a system call for each
@@ -68,13 +69,16 @@ class RankGroup:
             store.wait([f"{key}{other}" for other in range(self.count)], timedelta(seconds=limit_s))
         except RuntimeError as error:
             late = ", ".join(str(other) for other in range(self.count) if not store.check([f"{key}{other}"]))
-            raise Stalled(
+            raise RankLate(
                 f"rank {self.rank} has waited {limit_s:g} s for rank {late} to come to the process group: "
                 "all its ranks must make it at the same time"
             ) from error
 
-    def wait(self, ready: Callable[[], bool], awaited: Callable[[], Iterable[int]], doing: str) -> None:
-        """Until `ready()`; `awaited()` are those it is waiting for, `doing` what for."""
+    def wait(
+        self, ready: Callable[[], bool], awaited: Callable[[], Iterable[int]], doing: str, limit_s: float | None = None
+    ) -> None:
+        """Until `ready()`; `awaited()` are those it is waiting for, `doing` what for, `limit_s` how long at most."""
+        timeout_s = self.timeout_s if limit_s is None else limit_s
         looks = 0
 
         def look() -> bool:
@@ -88,15 +92,15 @@ class RankGroup:
                 return True
             for other in awaited():
                 if other in dead:
-                    raise ReplicaDied(f"rank {self.rank} waits for rank {other} in {doing}, whose process has ended")
+                    raise RankDied(f"rank {self.rank} waits for rank {other} in {doing}, whose process has ended")
             return False
 
         try:
-            self.board.wait(self.rank, Phase.AWAITING_DEVICES, look, self.timeout_s)
+            self.board.wait(self.rank, Phase.AWAITING_DEVICES, look, timeout_s)
         except Stalled:
             late = ", ".join(str(other) for other in awaited())
-            raise Stalled(
-                f"rank {self.rank} has waited {self.timeout_s:g} s in {doing} for rank {late}: "
+            raise RankLate(
+                f"rank {self.rank} has waited its timeout of {timeout_s:g} s in {doing} for rank {late}: "
                 "every rank of a group must make the same calls in the same order, and in time"
             ) from None
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import torch
 
-from paceline.errors import PacelineError
 from paceline.exchange.mailboxes import BOX_BYTES, Peers
+from paceline.torch_group.errors import CallError
 from paceline.torch_group.rank_group import RankGroup
+from paceline.torch_group.rounds import DTYPE_NUMBERS, DTYPES
 
 
-def letters_bytes(count: int) -> int:
+def messages_bytes(count: int) -> int:
+    """The memory that the mailboxes of so many ranks need."""
     return count * count * BOX_BYTES
 
 
@@ -22,10 +24,11 @@ class Receive:
     """A tensor that is to be filled with what somebody sends."""
 
     def __init__(self, flat: torch.Tensor, source: int | None, tag: int) -> None:
-        self.flat = flat  # its bytes
+        self.flat = flat
         self.source = source  # None: anybody
         self.tag = tag
         self.complete = False
+        self.wrong = ""  # what was sent is something else
 
     def matches(self, source: int, tag: int) -> bool:
         return self.source in (None, source) and self.tag == tag
@@ -34,54 +37,66 @@ class Receive:
 class TaggedMessages(Peers):
     """This rank's mailboxes."""
 
-    def __init__(self, company: RankGroup, segment: int) -> None:
-        arena, rank, count = company.arenas[segment], company.rank, company.count
-        super().__init__(arena, company.board, rank, rank, count, company.timeout_s)
-        self._company = company
-        self._tags: dict[int, int] = {}  # by source: the tag of the letter that comes next
-        self._unasked: list[tuple[int, int, torch.Tensor]] = []  # source, tag, bytes
+    def __init__(self, ranks: RankGroup, segment: int) -> None:
+        """`segment`: which of the group's the mailboxes are in."""
+        arena, rank, count = ranks.arenas[segment], ranks.rank, ranks.count
+        super().__init__(arena, ranks.board, rank, rank, count, ranks.timeout_s)
+        self._ranks = ranks
+        self._announced: dict[int, tuple[int, int]] = {}  # by source: tag and type of the message that comes next
+        self._unasked: list[tuple[int, int, int, torch.Tensor]] = []  # source, tag, type, bytes
         self._receives: list[Receive] = []
 
     def post(self, flat: torch.Tensor, to: int, tag: int) -> None:
-        self.send(torch.tensor([tag]), to)
-        self.send(flat, to)
+        self._know(to, "send", "to")
+        self.send(torch.tensor([tag, DTYPE_NUMBERS[flat.dtype]]), to)
+        self.send(flat.view(torch.uint8), to)
 
     def ask(self, receive: Receive) -> None:
-        for index, (source, tag, flat) in enumerate(self._unasked):
+        if receive.source is not None:
+            self._know(receive.source, "recv", "from")
+        for index, (source, tag, dtype, flat) in enumerate(self._unasked):
             if receive.matches(source, tag):
                 del self._unasked[index]
-                self._fill(receive, source, flat)
+                self._fill(receive, source, dtype, flat)
                 return
         self._receives.append(receive)
 
+    def _know(self, other: int, call: str, way: str) -> None:
+        if other not in self._in:
+            raise CallError(f"rank {self.rank} calls {call} {way} rank {other}: give another of the {self.count} ranks")
+
     def take_in(self) -> None:
         """Give what has arrived to those who have asked for it."""
-        for source, box in self._in.items():
-            while (found := box.next()) is not None:
-                tag = self._tags.pop(source, None)
-                if tag is None:
-                    self._tags[source] = int(found)
-                else:
-                    self._deliver(source, tag, found)
+        with torch.inference_mode():  # there all tensors may be written, in whatever mode they were made
+            for source, box in self._in.items():
+                while (found := box.next()) is not None:
+                    announced = self._announced.pop(source, None)
+                    if announced is None:
+                        tag, dtype = found.tolist()
+                        self._announced[source] = tag, dtype
+                    else:
+                        self._deliver(source, *announced, found)
 
-    def _deliver(self, source: int, tag: int, flat: torch.Tensor) -> None:
+    def _deliver(self, source: int, tag: int, dtype: int, flat: torch.Tensor) -> None:
         for receive in self._receives:
             if receive.matches(source, tag):
                 self._receives.remove(receive)
-                self._fill(receive, source, flat)
+                self._fill(receive, source, dtype, flat)
                 return
-        self._unasked.append((source, tag, flat))
+        self._unasked.append((source, tag, dtype, flat))
 
-    def _fill(self, receive: Receive, source: int, flat: torch.Tensor) -> None:
+    def _fill(self, receive: Receive, source: int, dtype: int, flat: torch.Tensor) -> None:
+        """Whoever waits for it is told what is wrong: this may be in the middle of something else."""
         receive.source, receive.complete = source, True
-        if flat.numel() != receive.flat.numel():
-            raise PacelineError(
-                f"rank {self.rank} receives {receive.flat.numel()} bytes from rank {source} (tag {receive.tag}), which "
-                f"has sent {flat.numel()}: give a tensor of the size and type that is sent"
+        if flat.nbytes != receive.flat.nbytes or dtype != DTYPE_NUMBERS[receive.flat.dtype]:
+            receive.wrong = (
+                f"rank {self.rank} receives {receive.flat.nbytes} bytes of {receive.flat.dtype} from rank {source} "
+                f"(tag {receive.tag}), which has sent {flat.nbytes} of {DTYPES[dtype]}: give a tensor of what is sent"
             )
-        receive.flat.copy_(flat)
+        else:
+            receive.flat.view(torch.uint8).copy_(flat)
 
-    def complete(self, receive: Receive) -> None:
+    def complete(self, receive: Receive, limit_s: float | None) -> None:
         """Wait until it is."""
 
         def ready() -> bool:
@@ -90,7 +105,10 @@ class TaggedMessages(Peers):
 
         awaited = [receive.source] if receive.source is not None else [*self._in]
         if not ready():
-            self._company.wait(ready, lambda: awaited, f"recv (tag {receive.tag})")
+            self._ranks.wait(ready, lambda: awaited, f"recv (tag {receive.tag})", limit_s)
+        if receive.wrong:
+            raise CallError(receive.wrong)
 
     def _wait(self, other: int, ready: object) -> None:
-        self._company.wait(ready, lambda: [other], "send")  # type: ignore[arg-type]
+        with torch.inference_mode():
+            self._ranks.wait(ready, lambda: [other], "send")  # type: ignore[arg-type]
