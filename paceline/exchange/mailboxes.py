@@ -28,7 +28,7 @@ ROOM_BYTES = 64 << 20  # of a mailbox; memory that is not used is not there
 PIECE_BYTES = 8 << 20
 DESCRIPTORS = 256
 WORDS = 16  # of a descriptor
-MOST_DIMS = WORDS - 6
+MOST_DIMS = WORDS - 5
 _ALIGN = 64
 _HEAD_BYTES = 4096  # the counters: posted by the sender, taken by the receiver, each in a line of the cache of its own
 BOX_BYTES = _HEAD_BYTES + DESCRIPTORS * WORDS * 8 + ROOM_BYTES
@@ -253,7 +253,7 @@ class _Outbox(_Box):
         if whole.dim() > MOST_DIMS or whole.dtype not in _NUMBERS:
             raise PacelineError(f"a tensor of {whole.dtype} with {whole.dim()} dims cannot go to another device")
         at = number % DESCRIPTORS * WORDS
-        descriptor = (start, part.numel(), _NUMBERS[whole.dtype], elements, int(whole.requires_grad), whole.dim())
+        descriptor = (start, part.numel(), _NUMBERS[whole.dtype], elements, whole.dim())
         for index, word in enumerate((*descriptor, *whole.shape)):
             self._descriptors[at + index] = word
         self._lying.append((number, start, start + size))
@@ -298,10 +298,10 @@ class _Inbox(_Box):
         """Copy out what has arrived first."""
         number = self.taken
         at = number % DESCRIPTORS * WORDS
-        start, length, kind, elements, _, dims = self._descriptors[at : at + 6]
+        start, length, kind, elements, dims = self._descriptors[at : at + 5]
         dtype = DTYPES[kind]
         if self._begun is None:
-            shape = list(self._descriptors[at + 6 : at + 6 + dims])
+            shape = list(self._descriptors[at + 5 : at + 5 + dims])
             self._begun, self._filled = torch.empty(shape, dtype=dtype), 0
         if length:
             view = self._room[start : start + length * dtype.itemsize].view(dtype)

@@ -24,15 +24,15 @@ from paceline.errors import PacelineError, ReplicaDied, Stalled
 from paceline.exchange.board import Board, Phase
 from paceline.exchange.life import Life
 from paceline.exchange.mailboxes import Peers
+from paceline.exchange.packing import CannotTravel, pack, receive, send
 from paceline.memory.arena import Arena
 from paceline.optim.models import own_state
-from paceline.serve.requests import Call, decode, encode
+from paceline.split.cut import Example
 from paceline.split.opening import open_cut
 from paceline.split.values import Split
 
 SLATE_BYTES = 1 << 16
 LOOKS_BETWEEN_CHECKS = 32
-_COUNT_BYTES = 4
 AWAKE_S = 0.005  # after a request the next is looked for this long before a device sleeps
 
 
@@ -151,7 +151,7 @@ class Device:
         self._slate = slate
         self._at = SlateWord.PREPARED + peers.rank
 
-    def answer(self, call: Call) -> Any:
+    def answer(self, call: Example) -> Any:
         """All devices call this with the same; each gets the answer."""
         args, kwargs = call
         with torch.no_grad():
@@ -159,7 +159,7 @@ class Device:
                 self._prepare(call)
             return self._model(*args, **kwargs)
 
-    def _prepare(self, call: Call) -> None:
+    def _prepare(self, call: Example) -> None:
         self._slate[self._at] = -1
         self._cut.prepare(self._model, call)
         inner = own_state(self._model)
@@ -174,7 +174,7 @@ def work(device: Device, peers: ServingPeers, slate: Slate, bell: int) -> None:
         if slate[SlateWord.REQUEST] > peers.request:
             peers.request += 1
             try:
-                device.answer(receive(peers))
+                device.answer(receive(peers, 0)[0])
             except RequestAbandoned:
                 pass
             except BaseException as error:
@@ -183,19 +183,16 @@ def work(device: Device, peers: ServingPeers, slate: Slate, bell: int) -> None:
             peers.clear()
 
 
-def send(call: Call, peers: Peers) -> None:
-    """The caller's request to all other devices."""
-    text, tensors = encode(call)
-    first = torch.frombuffer(bytearray(len(tensors).to_bytes(_COUNT_BYTES, "little") + text), dtype=torch.uint8)
+def send_request(call: Example, peers: Peers) -> None:
+    """The caller sends its request to all other devices."""
+    try:
+        packed = pack(call)
+    except CannotTravel as what:
+        raise PacelineError(
+            f"a request has {what}: it may be made of tensors, numbers, text, None, lists, tuples and dicts"
+        ) from None
     for device in range(1, peers.count):
-        for tensor in (first, *tensors):
-            peers.send(tensor, device)
-
-
-def receive(peers: Peers) -> Call:
-    first = bytes(peers.receive(0).numpy())
-    tensors = [peers.receive(0) for _ in range(int.from_bytes(first[:_COUNT_BYTES], "little"))]
-    return decode(first[_COUNT_BYTES:], tensors)
+        send(peers, packed, device)
 
 
 def described(error: BaseException) -> str:

@@ -34,7 +34,17 @@ from paceline.launch.cores import allowed_cores, share_of_cores
 from paceline.memory.arena import Arena
 from paceline.memory.heap import keep_memory
 from paceline.optim.models import evaluating, own_state
-from paceline.serve.device import Device, RequestAbandoned, ServingPeers, Slate, SlateWord, described, send, work
+from paceline.serve.device import (
+    Device,
+    RequestAbandoned,
+    ServingPeers,
+    Slate,
+    SlateWord,
+    described,
+    send_request,
+    work,
+)
+from paceline.split.cut import Example
 from paceline.split.values import Split
 
 MOST_DEVICES_A_CORE = 4
@@ -134,7 +144,7 @@ class Predictor:
             with _using(self._shares[0]):
                 return self._ask(self._others, (args, kwargs))
 
-    def _ask(self, others: _Others, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    def _ask(self, others: _Others, call: Example) -> Any:
         peers, slate = self._peers, self._slate
         if peers.somebody_failed:  # after the last answer was complete
             self._recover(others, slate.reason)
@@ -143,7 +153,7 @@ class Predictor:
         slate[SlateWord.REQUEST] = peers.request = slate[SlateWord.REQUEST] + 1
         others.ring()
         try:
-            send(call, peers)
+            send_request(call, peers)
             return self._device.answer(call)
         except ReplicaDied as error:
             raise self._over(others, str(error)) from None

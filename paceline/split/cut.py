@@ -8,7 +8,8 @@ know that a model is cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +84,20 @@ def train(loss: Loss, model: nn.Module, batch: Any, weight: float, check: Check)
     value = check(found)
     (found * weight if weight != 1.0 else found).backward()  # type: ignore[no-untyped-call]
     return value * weight
+
+
+@contextmanager
+def left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """What a forward changes, buffers and random numbers, is put back afterwards."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    random = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(random)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
 
 def capture(model: nn.Module, call: Callable[[nn.Module], Any]) -> Example:

@@ -5,6 +5,7 @@ Their forwards look at masks and shapes to choose a faster kernel; the layers gi
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,68 +19,36 @@ def stack_of(module: nn.Module) -> Callable[..., Any] | None:
     return partial(found, module) if found is not None else None
 
 
-def _encoder(
-    encoder: nn.TransformerEncoder,
-    src: Any,
-    mask: Any = None,
-    src_key_padding_mask: Any = None,
-    is_causal: bool | None = None,
-) -> Any:
+def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns what the module is called with, by name, defaults included."""
+    bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+    bound.apply_defaults()
+    _, *given = bound.arguments.items()
+    return dict(given)
+
+
+def _encoder(encoder: nn.TransformerEncoder, *args: Any, **kwargs: Any) -> Any:
+    given = _arguments(encoder, args, kwargs)
+    src, mask, causal = given.pop("src"), given.pop("mask"), bool(given.pop("is_causal"))
     for layer in encoder.layers:
-        src = layer(src, src_mask=mask, is_causal=bool(is_causal), src_key_padding_mask=src_key_padding_mask)
+        src = layer(src, src_mask=mask, is_causal=causal, **given)
     return encoder.norm(src) if encoder.norm is not None else src
 
 
-def _decoder(
-    decoder: nn.TransformerDecoder,
-    tgt: Any,
-    memory: Any,
-    tgt_mask: Any = None,
-    memory_mask: Any = None,
-    tgt_key_padding_mask: Any = None,
-    memory_key_padding_mask: Any = None,
-    tgt_is_causal: bool | None = None,
-    memory_is_causal: bool = False,
-) -> Any:
+def _decoder(decoder: nn.TransformerDecoder, *args: Any, **kwargs: Any) -> Any:
+    given = _arguments(decoder, args, kwargs)
+    tgt, memory, causal = given.pop("tgt"), given.pop("memory"), bool(given.pop("tgt_is_causal"))
     for layer in decoder.layers:
-        tgt = layer(
-            tgt,
-            memory,
-            tgt_mask=tgt_mask,
-            memory_mask=memory_mask,
-            tgt_key_padding_mask=tgt_key_padding_mask,
-            memory_key_padding_mask=memory_key_padding_mask,
-            tgt_is_causal=bool(tgt_is_causal),
-            memory_is_causal=memory_is_causal,
-        )
+        tgt = layer(tgt, memory, tgt_is_causal=causal, **given)
     return decoder.norm(tgt) if decoder.norm is not None else tgt
 
 
-def _transformer(
-    transformer: nn.Transformer,
-    src: Any,
-    tgt: Any,
-    src_mask: Any = None,
-    tgt_mask: Any = None,
-    memory_mask: Any = None,
-    src_key_padding_mask: Any = None,
-    tgt_key_padding_mask: Any = None,
-    memory_key_padding_mask: Any = None,
-    src_is_causal: bool | None = None,
-    tgt_is_causal: bool | None = None,
-    memory_is_causal: bool = False,
-) -> Any:
-    memory = transformer.encoder(src, mask=src_mask, src_key_padding_mask=src_key_padding_mask, is_causal=src_is_causal)
-    return transformer.decoder(
-        tgt,
-        memory,
-        tgt_mask=tgt_mask,
-        memory_mask=memory_mask,
-        tgt_key_padding_mask=tgt_key_padding_mask,
-        memory_key_padding_mask=memory_key_padding_mask,
-        tgt_is_causal=tgt_is_causal,
-        memory_is_causal=memory_is_causal,
-    )
+def _transformer(transformer: nn.Transformer, *args: Any, **kwargs: Any) -> Any:
+    given = _arguments(transformer, args, kwargs)
+    src, mask, padding = given.pop("src"), given.pop("src_mask"), given.pop("src_key_padding_mask")
+    causal = given.pop("src_is_causal")
+    memory = transformer.encoder(src, mask=mask, src_key_padding_mask=padding, is_causal=causal)
+    return transformer.decoder(given.pop("tgt"), memory, **given)
 
 
 _STACKS: dict[type[nn.Module], Callable[..., Any]] = {

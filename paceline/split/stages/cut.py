@@ -22,11 +22,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from paceline.errors import DataError, ModelError
 from paceline.exchange.mailboxes import Peers
+from paceline.exchange.packing import CannotTravel, pack, receive, send
 from paceline.optim.models import in_mode
 from paceline.seeds import mixed
 from paceline.split import values
 from paceline.split.cut import SAME, WHOLE, Check, Cut, Example, Loss, TensorPart
-from paceline.split.stages import divide, parcel
+from paceline.split.stages import divide
 from paceline.split.stages.batch import length_of, micro_batches, part_of
 from paceline.split.stages.measure import Measured, buffers_used, measure
 from paceline.split.stages.part import Dice, StageModule
@@ -178,8 +179,8 @@ class StagesCut(Cut):
         part.run(found, Dice(flight.seed))
         for target, nodes in part.gives.items():
             if nodes:
-                sent = parcel.send(self.peers, [found[node] for node in nodes], target)
-                flight.given[target] = [get_gradient_edge(tensor) for tensor in sent]
+                sent = self._send([found[node] for node in nodes], target)
+                flight.given[target] = [get_gradient_edge(tensor) for tensor in sent if tensor.requires_grad]
         if not self.speaks:
             raise _Passed
         torch.default_generator.manual_seed(mixed(flight.seed, -1))  # whatever was drawn in the model's last stage
@@ -189,7 +190,7 @@ class StagesCut(Cut):
         found: dict[fx.Node, Any] = dict(zip(part.traced.inputs, tensors(leaves), strict=True))
         for source, nodes in part.takes.items():
             if nodes:
-                arrived, leaves_of_graph = parcel.receive(self.peers, source)
+                arrived, leaves_of_graph = receive(self.peers, source)
                 found.update(zip(nodes, arrived, strict=True))
                 if flight is not None:
                     flight.taken[source] = leaves_of_graph
@@ -200,14 +201,24 @@ class StagesCut(Cut):
         part.run(found, Dice(None))
         for target, nodes in part.gives.items():
             if nodes:
-                parcel.send(self.peers, [found[node] for node in nodes], target)
+                self._send([found[node] for node in nodes], target)
         if self.speaks:
             for other in range(self._last):
-                parcel.send(self.peers, [found[node] for node in part.returned], other)
+                self._send([found[node] for node in part.returned], other)
         else:
-            returned, _ = parcel.receive(self.peers, self._last)
+            returned, _ = receive(self.peers, self._last)
             found.update(zip(part.returned, returned, strict=True))
         return part.output(found, self._model)
+
+    def _send(self, values: list[Any], to: int) -> list[torch.Tensor]:
+        """Sends values to another stage. Returns the tensors among them."""
+        try:
+            packed = pack(values)
+        except CannotTravel as what:
+            expected = "only tensors, numbers, texts and lists of them can go from one stage to another"
+            raise ModelError("model", what, expected) from None
+        send(self.peers, packed, to)
+        return packed[1]
 
     # ── training ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -261,7 +272,7 @@ class StagesCut(Cut):
             self._backward_of_others(flight)
         for source, leaves in flight.taken.items():
             if leaves:
-                parcel.send(self.peers, [leaf.grad for leaf in leaves], source)
+                self._send([leaf.grad for leaf in leaves], source)
 
     def _backward_of_others(self, flight: _Flight) -> None:
         """From the gradients of what was sent; those of a value that several stages use add up."""
@@ -270,7 +281,7 @@ class StagesCut(Cut):
         for target, sent in sorted(flight.given.items()):
             if not sent:
                 continue
-            for edge, gradient in zip(sent, parcel.receive(self.peers, target)[0], strict=True):
+            for edge, gradient in zip(sent, receive(self.peers, target)[0], strict=True):
                 if gradient is not None:
                     edges.append(edge)
                     gradients.append(gradient)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +22,8 @@ import torch
 from torch import fx, nn
 
 from paceline.errors import ModelError
-from paceline.split.stages.parcel import pack
+from paceline.exchange.packing import CannotTravel, pack
+from paceline.split.cut import left_as_it_was
 from paceline.split.trace import Traced
 from paceline.torch_private import tree_leaves, tree_map
 
@@ -86,52 +86,32 @@ def last_uses(traced: Traced) -> list[int]:
 
 def measure(model: nn.Module, traced: Traced, tensors: Sequence[torch.Tensor], forward: Any) -> Measured:
     """`tensors`: of the example; `forward()`: the model's own forward on them."""
-    with _left_as_it_was(model):
+    with left_as_it_was(model):
         found = _look(model, traced, tensors)
-    with _left_as_it_was(model), torch.no_grad():
+    with left_as_it_was(model), torch.no_grad():
         expected = forward()
     _compare(model, expected, found.pop("returned"))
     measured = Measured(seconds=[], seconds_a_byte=_copying(), **found)
     rounds = []
     for _ in range(REPETITIONS):
-        with _left_as_it_was(model):
+        with left_as_it_was(model):
             rounds.append(_time(model, traced, tensors))
     measured.seconds = [min(of_one) for of_one in zip(*rounds, strict=True)]
     return measured
 
 
-@contextmanager
-def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    state = torch.get_rng_state()
-    buffers = [buffer.clone() for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-        with torch.no_grad():
-            for buffer, before in zip(model.buffers(), buffers, strict=True):
-                buffer.copy_(before)
-
-
 def _look(model: nn.Module, traced: Traced, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Runs every operation once. Returns the fields of `Measured` that show then, and what the model returns."""
     nodes = traced.nodes
     position = {node: number for number, node in enumerate(nodes)}
     until = last_uses(traced)
     forbidden = {number for number, node in enumerate(nodes) if not node.meta.get("grad", True)}
     buffers = dict(model.named_buffers())
     versions = {name: buffer._version for name, buffer in buffers.items()}
-    values: dict[fx.Node, Any] = dict(zip(traced.inputs, tensors, strict=True))
+    values: dict[fx.Node, Any] = {}
     sizes, random = [], []
-    # Copies: a forward may change its input, which the next run needs as it was.
-    values = {node: value.clone() for node, value in values.items()}
     with torch.no_grad():
-        for node in traced.graph.nodes:
-            if node.op in ("placeholder", "output"):
-                continue
-            if node.op == "get_attr":
-                values[node] = run_node(model, node, values)
-                continue
-            here = position[node]
+        for here, node in _operations(model, traced, tensors, values):
             before = {other: _versions(value) for other, value in values.items() if other.op != "get_attr"}
             state = torch.get_rng_state()
             value = run_node(model, node, values)
@@ -144,9 +124,6 @@ def _look(model: nn.Module, traced: Traced, tensors: Sequence[torch.Tensor]) -> 
             sizes.append(sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)))
             if not _travels(value):
                 forbidden.update(range(here + 1, until[here] + 1))
-            for source in node.all_input_nodes:
-                if source in position and until[position[source]] == here:
-                    del values[source]
     changed = [name for name, buffer in buffers.items() if buffer._version != versions[name]]
     used = buffers_used(model, traced)
     for name in changed:
@@ -157,14 +134,32 @@ def _look(model: nn.Module, traced: Traced, tensors: Sequence[torch.Tensor]) -> 
     return {"bytes": sizes, "forbidden": forbidden, "random": random, "changed": changed, "returned": returned}
 
 
+def _operations(
+    model: nn.Module, traced: Traced, tensors: Sequence[torch.Tensor], values: dict[fx.Node, Any]
+) -> Iterator[tuple[int, fx.Node]]:
+    """Yields every operation with its position; `values` has what it needs then, and is to get what it gives."""
+    until = last_uses(traced)
+    position = {node: number for number, node in enumerate(traced.nodes)}
+    # Copies: a forward may change its input, which the next run needs as it was.
+    values |= {node: tensor.clone() for node, tensor in zip(traced.inputs, tensors, strict=True)}
+    for node in traced.graph.nodes:
+        if node.op == "get_attr":
+            values[node] = run_node(model, node, values)
+        elif node in position:
+            yield position[node], node
+            for source in node.all_input_nodes:  # what nobody needs any more
+                if source in position and until[position[source]] == position[node]:
+                    del values[source]
+
+
 def _versions(value: Any) -> list[int]:
     return [leaf._version for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _travels(value: Any) -> bool:
     try:
-        pack([value])
-    except ModelError:
+        pack(value)
+    except CannotTravel:
         return False
     return True
 
@@ -205,25 +200,14 @@ def _copying() -> float:
 
 
 def _time(model: nn.Module, traced: Traced, tensors: Sequence[torch.Tensor]) -> list[float]:
-    """Forward and backward of every operation by itself."""
-    until = last_uses(traced)
-    position = {node: number for number, node in enumerate(traced.nodes)}
-    values: dict[fx.Node, Any] = {node: tensor.clone() for node, tensor in zip(traced.inputs, tensors, strict=True)}
+    """Returns the seconds of every operation, forward and backward, each by itself."""
+    values: dict[fx.Node, Any] = {}
     seconds: list[float] = []
     with torch.enable_grad():
-        for node in traced.graph.nodes:
-            if node.op in ("placeholder", "output"):
-                continue
-            if node.op == "get_attr":
-                values[node] = run_node(model, node, values)
-                continue
+        for _, node in _operations(model, traced, tensors, values):
             value, lasted = _one(model, node, values)
             values[node] = tree_map(_apart, value)
             seconds.append(lasted)
-            here = position[node]
-            for source in node.all_input_nodes:
-                if source in position and until[position[source]] == here:
-                    del values[source]
     return seconds
 
 

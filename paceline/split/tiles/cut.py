@@ -14,7 +14,7 @@ from torch import nn
 from paceline.errors import ModelError, StrategyError
 from paceline.exchange.mailboxes import DeviceGroup, Peers
 from paceline.optim.models import in_mode, own_state
-from paceline.split.cut import SAME, WHOLE, Check, Cut, Example, Loss, TensorPart, train
+from paceline.split.cut import SAME, WHOLE, Check, Cut, Example, Loss, TensorPart, left_as_it_was, train
 from paceline.split.tiles.course import TiledForward
 from paceline.split.tiles.moving import gathered
 from paceline.split.tiles.norms import TiledBatchNorm, batchnorms
@@ -87,7 +87,7 @@ class TilesCut(Cut):
         """Run it once, in training mode, and leave everything as it was."""
         course = self._course
         args, kwargs = example
-        with in_mode(model, training=True), _left_alone(model), _named(model, course.where), torch.no_grad():
+        with in_mode(model, training=True), left_as_it_was(model), _named(model, course.where), torch.no_grad():
             course.looking = True
             try:
                 model(*args, **kwargs)
@@ -128,20 +128,6 @@ class _Entered(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         total = ctx.group.all_reduce(dy)
         return total if ctx.on_all or ctx.group.index == 0 else torch.zeros_like(total), None, None
-
-
-@contextmanager
-def _left_alone(model: nn.Module) -> Iterator[None]:
-    """What a forward changes, buffers and random numbers, is put back."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    random = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(random)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
 
 
 @contextmanager

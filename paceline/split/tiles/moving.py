@@ -16,6 +16,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from paceline.exchange.mailboxes import DeviceGroup
+from paceline.split.collectives import copied, reduced
 from paceline.split.tiles.tile import Tile
 from paceline.split.tiles.windows import Range, Wants, ranges
 
@@ -124,20 +125,9 @@ class _TilesGathered(torch.autograd.Function):
         return dx, None, None, None
 
 
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: DeviceGroup) -> torch.Tensor:
-        ctx.group = group
-        return group.all_reduce(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.group.all_reduce(dy), None
-
-
 def summed(x: torch.Tensor, group: DeviceGroup) -> torch.Tensor:
-    return _Summed.apply(x, group)  # type: ignore[no-untyped-call, no-any-return]
+    """Returns the sum of everybody's; backward, everybody's gradient of it is summed too."""
+    return copied(reduced(x, group), group)
 
 
 def gathered(tile: Tile) -> torch.Tensor:

@@ -26,7 +26,6 @@ _NAMES = """
     __neg__ __pos__ __abs__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __invert__
 """
 POINTWISE = frozenset(_NAMES.split())
-_NOT_IN_PLACE = ("__int__", "__index__", "__invert__")
 
 
 def in_place(func: Func, kwargs: dict[str, Any]) -> bool:

@@ -229,10 +229,9 @@ def max_pool(
 ) -> Any:
     if return_indices:
         return NotImplemented
-    spatial = int(func.__name__[-2])
-    kernels, pads, dilations = each(kernel_size, spatial), each(padding, spatial), each(dilation, spatial)
-    strides = kernels if stride is None or stride == [] else each(stride, spatial)
-    lengths = input.shape[-spatial:]
+    kernels, strides, pads = _pooling(func, kernel_size, stride, padding)
+    spatial = len(kernels)
+    lengths, dilations = input.shape[-spatial:], each(dilation, spatial)
     outputs = [
         slid(n, k, s, (p, p), d, ceil_mode)
         for n, k, s, p, d in zip(lengths, kernels, strides, pads, dilations, strict=True)
@@ -257,9 +256,8 @@ def average_pool(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Any:
-    spatial = int(func.__name__[-2])
-    kernels, pads = each(kernel_size, spatial), each(padding, spatial)
-    strides = kernels if stride is None or stride == [] else each(stride, spatial)
+    kernels, strides, pads = _pooling(func, kernel_size, stride, padding)
+    spatial = len(kernels)
     lengths = input.shape[-spatial:]
     outputs = [slid(n, k, s, (p, p), 1, ceil_mode) for n, k, s, p in zip(lengths, kernels, strides, pads, strict=True)]
     cut = Neighbourhood(course, func, input, spatial, outputs)
@@ -288,6 +286,13 @@ def average_pool(
         return mean
 
     return cut.run(wants, op)
+
+
+def _pooling(func: Func, kernel_size: Any, stride: Any, padding: Any) -> tuple[tuple[int, ...], ...]:
+    """Returns kernel, stride and padding of a pooling, one number a spatial dim each."""
+    spatial = int(func.__name__[-2])
+    kernels = each(kernel_size, spatial)
+    return kernels, kernels if stride is None or stride == [] else each(stride, spatial), each(padding, spatial)
 
 
 def _counted(start: int, kernel: int, length: int, padding: int, with_padding: bool) -> int:
