@@ -30,7 +30,7 @@ from paceline.mirrored.between_hosts import BetweenHosts, OneHost
 from paceline.mirrored.engine import MirroredEngine
 from paceline.mirrored.step_parts import StepPart
 from paceline.run_place import PLACE_VARIABLE, Place
-from paceline.split.opening import open_cut
+from paceline.split.cut import open_cut
 
 OpenTables = Callable[[nn.Module, Optimizer, Place, int, int], StepPart]  # number of the trainer, incarnation
 

@@ -3,14 +3,13 @@
     caller (device 0)   ring, request ──▶ its part of the forward ─────▶ answer
     device 1, …         … sleeps ─▶ wakes ─▶ its part of the forward ─▶ sleeps
 
-Devices that fail in the middle of a request would leave the others waiting for them. So whoever fails says so on the
-*slate*; everybody waiting looks there, gives up too, and all throw away what still lies in the mailboxes before they
-go on with the next request.
+Devices that fail in the middle of a request would leave the others waiting for them. So whoever fails says so in the
+`RequestStatus`; everybody waiting looks there, gives up too, and all throw away what still lies in the mailboxes before
+they go on with the next request.
 """
 
 from __future__ import annotations
 
-import enum
 import os
 import select
 import time
@@ -27,65 +26,26 @@ from paceline.exchange.mailboxes import Peers
 from paceline.exchange.packing import CannotTravel, pack, receive, send
 from paceline.memory.arena import Arena
 from paceline.optim.models import own_state
-from paceline.split.cut import Example
-from paceline.split.opening import open_cut
+from paceline.serve.request_status import RequestStatus, StatusWord
+from paceline.split.cut import Example, open_cut
 from paceline.split.values import Split
 
-SLATE_BYTES = 1 << 16
 LOOKS_BETWEEN_CHECKS = 32
 AWAKE_S = 0.005  # after a request the next is looked for this long before a device sleeps
-
-
-class SlateWord(enum.IntEnum):
-    """Of the slate: what all devices see. Each has one writer at a time."""
-
-    REQUEST = 0  # the last one that was made; by the caller
-    FAILED = 1  # the last request that failed somewhere
-    FAILED_AT = 2  # the device that said so first
-    PREPARED = 256  # by device: 1 once its model is cut, -1 if that failed
-    STOPPED = 512  # by device: the last failure that it has seen, and stopped working
-    CLEARED = 1024  # by device: the last failure after which it has thrown everything away
 
 
 class RequestAbandoned(BaseException):
     """Another device failed in this request. Not for a model's own `except Exception` to catch."""
 
 
-class Slate:
-    """A page of shared words, and the reason of the last failure in words."""
-
-    def __init__(self) -> None:
-        arena = Arena.create(SLATE_BYTES, "a predictor")
-        self._words = arena.view(0, torch.int64, [2048]).numpy().data
-        self._text = arena.view(2048 * 8, torch.uint8, [SLATE_BYTES - 2048 * 8]).numpy().data
-        arena.close()
-
-    def __getitem__(self, word: int) -> int:
-        number: int = self._words[word]
-        return number
-
-    def __setitem__(self, word: int, value: int) -> None:
-        self._words[word] = value
-
-    def fail(self, request: int, device: int, reason: str) -> None:
-        if self[SlateWord.FAILED] < request:  # the first reason is the one that counts
-            text = reason.encode(errors="replace")[: len(self._text) - 8]
-            self._text[: len(text)] = text
-            self._text[len(text)] = 0
-            self[SlateWord.FAILED_AT] = device
-            self[SlateWord.FAILED] = request
-
-    @property
-    def reason(self) -> str:
-        return bytes(self._text).partition(b"\0")[0].decode(errors="replace")
-
-
 class ServingPeers(Peers):
     """Mailboxes whose waits end when somebody fails, and when the other one's process has."""
 
-    def __init__(self, arena: Arena, board: Board, slate: Slate, rank: int, count: int, timeout_s: float) -> None:
+    def __init__(
+        self, arena: Arena, board: Board, status: RequestStatus, rank: int, count: int, timeout_s: float
+    ) -> None:
         super().__init__(arena, board, rank, rank, count, timeout_s)
-        self._slate = slate
+        self._status = status
         self.lives: dict[int, Life] = {}  # of the other devices, as far as this one can tell
         self.request = 0
 
@@ -118,24 +78,24 @@ class ServingPeers(Peers):
     @property
     def somebody_failed(self) -> bool:
         """A failure that this device has not cleared away yet."""
-        return self._slate[SlateWord.FAILED] > self._slate[SlateWord.STOPPED + self.rank]
+        return self._status[StatusWord.FAILED] > self._status[StatusWord.STOPPED + self.rank]
 
     def clear(self) -> None:
         """All devices call this after a failure: what was on its way is thrown away, with the request it was of."""
-        self._meet(SlateWord.STOPPED, self._slate[SlateWord.FAILED])
+        self._meet(StatusWord.STOPPED, self._status[StatusWord.FAILED])
         # Everybody has stopped: no failure can be added, and nobody sends. One that had a failure of a later request
         # is still waiting for the others to have seen that one.
-        failed = self._slate[SlateWord.STOPPED + self.rank] = self._slate[SlateWord.FAILED]
+        failed = self._status[StatusWord.STOPPED + self.rank] = self._status[StatusWord.FAILED]
         for box in self._in.values():
             box.clear()
-        self.request = self._slate[SlateWord.REQUEST]
-        self._meet(SlateWord.CLEARED, failed)
+        self.request = self._status[StatusWord.REQUEST]
+        self._meet(StatusWord.CLEARED, failed)
 
-    def _meet(self, word: SlateWord, failed: int) -> None:
-        self._slate[word + self.rank] = failed
+    def _meet(self, word: StatusWord, failed: int) -> None:
+        self._status[word + self.rank] = failed
 
         def missing() -> list[int]:
-            return [device for device in range(self.count) if self._slate[word + device] < failed]
+            return [device for device in range(self.count) if self._status[word + device] < failed]
 
         self.wait_for(missing, lambda: not missing(), give_up=False)
 
@@ -144,41 +104,41 @@ class Device:
     """A device's part of the model."""
 
     def __init__(
-        self, model: nn.Module, split: Split, dims: Mapping[str, str], peers: ServingPeers, slate: Slate
+        self, model: nn.Module, split: Split, dims: Mapping[str, str], peers: ServingPeers, status: RequestStatus
     ) -> None:
         self._model = model
         self._cut = open_cut(split, peers, dims)
-        self._slate = slate
-        self._at = SlateWord.PREPARED + peers.rank
+        self._status = status
+        self._at = StatusWord.PREPARED + peers.rank
 
     def answer(self, call: Example) -> Any:
         """All devices call this with the same; each gets the answer."""
         args, kwargs = call
         with torch.no_grad():
-            if not self._slate[self._at]:
+            if not self._status[self._at]:
                 self._prepare(call)
             return self._model(*args, **kwargs)
 
     def _prepare(self, call: Example) -> None:
-        self._slate[self._at] = -1
+        self._status[self._at] = -1
         self._cut.prepare(self._model, call)
         inner = own_state(self._model)
         for name, tensor in [*inner.named_parameters(), *inner.named_buffers()]:
             tensor.data = self._cut.part_of(name).of(tensor.data)
-        self._slate[self._at] = 1
+        self._status[self._at] = 1
 
 
-def work(device: Device, peers: ServingPeers, slate: Slate, bell: int) -> None:
+def work(device: Device, peers: ServingPeers, status: RequestStatus, bell: int) -> None:
     """The life of every device but the caller: until the caller closes, or is no more."""
-    while _rung(bell, lambda: slate[SlateWord.REQUEST] > peers.request or peers.somebody_failed):
-        if slate[SlateWord.REQUEST] > peers.request:
+    while _rung(bell, lambda: status[StatusWord.REQUEST] > peers.request or peers.somebody_failed):
+        if status[StatusWord.REQUEST] > peers.request:
             peers.request += 1
             try:
                 device.answer(receive(peers, 0)[0])
             except RequestAbandoned:
                 pass
             except BaseException as error:
-                slate.fail(peers.request, peers.rank, described(error))
+                status.fail(peers.request, peers.rank, described(error))
         if peers.somebody_failed:
             peers.clear()
 

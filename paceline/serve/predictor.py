@@ -34,16 +34,8 @@ from paceline.launch.cores import allowed_cores, share_of_cores
 from paceline.memory.arena import Arena
 from paceline.memory.heap import keep_memory
 from paceline.optim.models import evaluating, own_state
-from paceline.serve.device import (
-    Device,
-    RequestAbandoned,
-    ServingPeers,
-    Slate,
-    SlateWord,
-    described,
-    send_request,
-    work,
-)
+from paceline.serve.device import Device, RequestAbandoned, ServingPeers, described, send_request, work
+from paceline.serve.request_status import RequestStatus, StatusWord
 from paceline.split.cut import Example
 from paceline.split.values import Split
 
@@ -99,7 +91,7 @@ class Predictor:
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._ended: str | None = None  # why
-        self._others: _Others | None = None
+        self._others: _DeviceProcesses | None = None
         if split is None or self.devices == 1:
             return
         model.eval()
@@ -110,21 +102,21 @@ class Predictor:
         board = Board.create(self.devices, supervised=False)
         board.host_set(HostWord.CORES, len(cores))
         boxes = Arena.create(self.devices**2 * BOX_BYTES, "the mailboxes of a predictor", sparse=True)
-        self._slate = Slate()
-        self._others = _Others(self.devices)
+        self._status = RequestStatus()
+        self._others = _DeviceProcesses(self.devices)
 
         def peers(rank: int) -> ServingPeers:
-            return ServingPeers(boxes, board, self._slate, rank, self.devices, timeout_s)
+            return ServingPeers(boxes, board, self._status, rank, self.devices, timeout_s)
 
         def life(rank: int, bell: int) -> None:
             _use(self._shares[rank])
             mine = peers(rank)
             mine.lives = {0: Life(self._process)}
-            work(Device(model, split, dims, mine, self._slate), mine, self._slate, bell)
+            work(Device(model, split, dims, mine, self._status), mine, self._status, bell)
 
         # The caller's own first: what a cut imports is imported once, and what is wrong with it comes up here.
         self._peers = peers(0)
-        self._device = Device(model, split, dims, self._peers, self._slate)
+        self._device = Device(model, split, dims, self._peers, self._status)
         for rank in range(1, self.devices):
             self._others.start(rank, life)
         self._peers.lives = self._others.lives
@@ -144,13 +136,13 @@ class Predictor:
             with _using(self._shares[0]):
                 return self._ask(self._others, (args, kwargs))
 
-    def _ask(self, others: _Others, call: Example) -> Any:
-        peers, slate = self._peers, self._slate
+    def _ask(self, others: _DeviceProcesses, call: Example) -> Any:
+        peers, status = self._peers, self._status
         if peers.somebody_failed:  # after the last answer was complete
-            self._recover(others, slate.reason)
+            self._recover(others, status.reason)
             if self._ended is not None:
                 raise ReplicaDied(f"this predictor has ended ({self._ended}): load the model again")
-        slate[SlateWord.REQUEST] = peers.request = slate[SlateWord.REQUEST] + 1
+        status[StatusWord.REQUEST] = peers.request = status[StatusWord.REQUEST] + 1
         others.ring()
         try:
             send_request(call, peers)
@@ -158,25 +150,25 @@ class Predictor:
         except ReplicaDied as error:
             raise self._over(others, str(error)) from None
         except RequestAbandoned:
-            reason = f"device {slate[SlateWord.FAILED_AT]} failed: {slate.reason}"
+            reason = f"device {status[StatusWord.FAILED_AT]} failed: {status.reason}"
             self._recover(others, reason)
             raise PacelineError(reason) from None
         except BaseException as error:
-            slate.fail(peers.request, 0, described(error))
+            status.fail(peers.request, 0, described(error))
             self._recover(others, described(error))
             raise
 
-    def _recover(self, others: _Others, reason: str) -> None:
+    def _recover(self, others: _DeviceProcesses, reason: str) -> None:
         """After a failed request: on to the next, if all devices are where this one is."""
         others.ring()
         try:
             self._peers.clear()
         except (ReplicaDied, Stalled) as error:
             raise self._over(others, str(error)) from None
-        if {self._slate[SlateWord.PREPARED + device] for device in range(self.devices)} not in ({0}, {1}):
+        if {self._status[StatusWord.PREPARED + device] for device in range(self.devices)} not in ({0}, {1}):
             self._over(others, reason)  # the model could not be cut, or not everywhere
 
-    def _over(self, others: _Others, reason: str) -> ReplicaDied:
+    def _over(self, others: _DeviceProcesses, reason: str) -> ReplicaDied:
         self._ended = reason
         others.end()
         return ReplicaDied(f"{reason}; this predictor has ended: load the model again")
@@ -196,7 +188,7 @@ class Predictor:
         self.close()
 
 
-class _Others:
+class _DeviceProcesses:
     """The processes of the other devices."""
 
     def __init__(self, devices: int) -> None:

@@ -1,1 +1,9 @@
-"""How one model is cut over several devices: by named dimension, by layer, by image region, by layer and time."""
+"""How one model is cut over several devices: by named dimension, by layer, by image region, by layer and time.
+
+values               what a user asks for: Layout, Stages, Tiles, Wavefront; no torch
+cut                  what an engine needs of any cut, and `open_cut`, which opens the one that was asked for
+parts                a device's parts of parameters and buffers, in the arena
+trace                a model's forward as a list of operations; `transformer_stacks` helps it with torch's own
+collectives          what devices do together in a forward, with the matching thing in backward
+layout, stages, tiles, wavefront   a room for each way of cutting
+"""

@@ -8,7 +8,8 @@ know that a model is cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import importlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch import nn
 
 from paceline.errors import ModelError
 from paceline.exchange.mailboxes import Peers
+from paceline.split.values import Layout, Split, Stages, Tiles, Wavefront
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 Check = Callable[[Any], float]
@@ -57,6 +59,9 @@ class Cut:
     def speaks(self) -> bool:
         """Whether this device's loss and metrics count: true for one device of a replica."""
         return self.peers.rank == 0
+
+    def name_dims(self, dims: Mapping[str, str]) -> None:
+        """Takes the user's names for dims of parameters, by pattern. Only a layout has a use for them."""
 
     def prepare(self, model: nn.Module, example: Example) -> None:
         """Before the first forward, with what the model will be called with: decide who does what, and make the
@@ -121,3 +126,21 @@ def capture(model: nn.Module, call: Callable[[nn.Module], Any]) -> Example:
     finally:
         handle.remove()
     raise ModelError("loss", "it never calls the model", "a cut model must be called as model(…) in the loss")
+
+
+_CUTS: dict[type[Split], tuple[str, str]] = {
+    Layout: ("paceline.split.layout", "LayoutCut"),
+    Stages: ("paceline.split.stages", "StagesCut"),
+    Tiles: ("paceline.split.tiles", "TilesCut"),
+    Wavefront: ("paceline.split.wavefront", "WavefrontCut"),
+}
+
+
+def open_cut(split: Split, peers: Peers, dims: Mapping[str, str]) -> Cut:
+    """Returns this device's side of the cut that was asked for; what a way of cutting needs is imported only now.
+
+    `dims` are the names that the user has given to dims of parameters, for a layout."""
+    room, name = _CUTS[type(split)]
+    cut: Cut = getattr(importlib.import_module(room), name)(split, peers)
+    cut.name_dims(dims)
+    return cut

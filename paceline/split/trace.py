@@ -22,7 +22,7 @@ from torch import fx, nn
 from torch.fx.proxy import TraceError
 
 from paceline.errors import ModelError
-from paceline.split.stacks import stack_of
+from paceline.split.transformer_stacks import stack_of
 from paceline.torch_private import TreeSpec, is_compiled, set_grad_mode, tree_unflatten
 
 _CONTAINERS = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)

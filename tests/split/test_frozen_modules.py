@@ -12,7 +12,7 @@ from devices import on_devices
 from torch import nn
 
 from paceline.exchange.mailboxes import Peers
-from paceline.split.opening import open_cut
+from paceline.split.cut import open_cut
 from paceline.split.values import Layout, Split, Stages, Tiles
 
 IMAGES = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
@@ -56,7 +56,7 @@ def test_what_is_frozen_is_neither_trained_nor_put_into_train_mode(split: Split)
         return (model(batch) ** 2).mean()  # type: ignore[no-any-return]
 
     def device(peers: Peers) -> tuple[list[bool], float | None]:
-        cut = open_cut(split, peers)
+        cut = open_cut(split, peers, {})
         with one_by_one:
             model = copy.deepcopy(whole)
         cut.prepare(model, ((IMAGES,), {}))

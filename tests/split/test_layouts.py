@@ -184,7 +184,7 @@ def compare(build: object, x: torch.Tensor, mesh: dict[str, int], layout: dict[s
     one_by_one, ready = threading.Lock(), threading.Barrier(split.devices)
 
     def device(peers: Peers) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
-        cut = LayoutCut(split, peers, {})
+        cut = LayoutCut(split, peers)
         with one_by_one:  # the random generator is one, and torch.fx changes nn.Module while it traces
             model = made()
             cut.prepare(model, ((x,), {}))
@@ -242,7 +242,7 @@ def test_a_dropout_module_on_parts_drops_nothing_in_an_evaluation() -> None:
     one_by_one = threading.Lock()
 
     def device(peers: Peers) -> torch.Tensor:
-        cut = LayoutCut(Layout(mesh={"model": 2}, layout={"hidden": "model"}), peers, {})
+        cut = LayoutCut(Layout(mesh={"model": 2}, layout={"hidden": "model"}), peers)
         with one_by_one:
             model = copy.deepcopy(whole)
             cut.prepare(model, ((x,), {}))  # in train mode

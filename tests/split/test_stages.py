@@ -24,7 +24,7 @@ from paceline.errors import DataError, InvalidInput, ModelError, StrategyError
 from paceline.exchange.board import Board
 from paceline.exchange.mailboxes import BOX_BYTES, Peers
 from paceline.memory.arena import Arena
-from paceline.split.stages.batch import micro_batches
+from paceline.split.stages.micro_batches import micro_batches
 from paceline.split.stages.schedule import order
 from paceline.split.values import Stages
 

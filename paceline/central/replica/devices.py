@@ -34,8 +34,7 @@ from paceline.optim.gradients import GradientCollector
 from paceline.optim.model_in_arena import SMALLEST_SCRATCH_BYTES, ModelInArena
 from paceline.optim.models import buffers_of, own_state
 from paceline.run_place import Place
-from paceline.split.cut import Check, Loss, capture
-from paceline.split.opening import open_cut
+from paceline.split.cut import Check, Loss, capture, open_cut
 from paceline.split.parts import Parts
 from paceline.split.values import Split
 from paceline.torch_private import AnyBatchNorm

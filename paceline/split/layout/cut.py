@@ -14,9 +14,10 @@ from paceline.exchange.mailboxes import DeviceGroup, Peers
 from paceline.optim.models import in_mode
 from paceline.split.cut import SAME, WHOLE, Check, Cut, Example, Loss, TensorPart
 from paceline.split.layout.atoms import Atom, leaves
-from paceline.split.layout.dimensions import Dimensions
-from paceline.split.layout.outside import Outside
-from paceline.split.layout.plan import Axes, Planner, Usage
+from paceline.split.layout.axes import Axes, Usage
+from paceline.split.layout.loss_check import LossCheck
+from paceline.split.layout.model_dims import ModelDims
+from paceline.split.layout.rewrite import GraphRewriter
 from paceline.split.trace import Traced, tensors
 from paceline.split.values import BATCH, Layout
 from paceline.torch_private import inside_compiled, tree_flatten
@@ -25,23 +26,26 @@ from paceline.torch_private import inside_compiled, tree_flatten
 class LayoutCut(Cut):
     """One device's side of a model that is cut by named dims."""
 
-    def __init__(self, split: Layout, peers: Peers, dims: Mapping[str, str]) -> None:
+    def __init__(self, split: Layout, peers: Peers) -> None:
         super().__init__(peers)
         self._layout = split
-        self._patterns = dims
+        self._patterns: Mapping[str, str] = {}
         self._groups, self._coordinates = _along_axes(split.axes, peers)
         self._usage = Usage()
-        self._dimensions: Dimensions
+        self._dimensions: ModelDims
         self._axes: Axes
         self._graphs: list[tuple[Traced, nn.Module]] = []
         self._model: nn.Module
-        self._outside: Outside | None = None  # while the first loss is computed
+        self._loss_check: LossCheck | None = None  # while the first loss is computed
+
+    def name_dims(self, dims: Mapping[str, str]) -> None:
+        self._patterns = dims
 
     def prepare(self, model: nn.Module, example: Example) -> None:
         if inside_compiled(model) is not None:
             raise ModelError("model", "compiled", "a model is cut first and compiled never, leave out torch.compile")
         self._model = model
-        self._dimensions = dimensions = Dimensions(model)
+        self._dimensions = dimensions = ModelDims(model)
         traces = []
         for training in (True, False):
             with in_mode(model, training=training):
@@ -61,25 +65,25 @@ class LayoutCut(Cut):
                 )
         self._axes = Axes(self._groups, cuts)
         for traced, found in traces:
-            self._graphs.append((traced, Planner(found, self._axes, self._usage).rewrite()))
+            self._graphs.append((traced, GraphRewriter(found, self._axes, self._usage).rewrite()))
         self._check_usage()
         model.forward = self._forward
 
     def train(self, loss: Loss, model: nn.Module, batch: Any, weight: float, check: Check) -> float:
-        if self._outside is not None:
+        if self._loss_check is not None:
             return super().train(loss, model, batch, weight, check)
         in_parts = [p for name, p in model.named_parameters() if self.part_of(name).index]
-        with Outside(in_parts) as self._outside:  # once: what a loss uses does not change from step to step
+        with LossCheck(in_parts) as self._loss_check:  # once: what a loss uses does not change from step to step
             return super().train(loss, model, batch, weight, check)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._outside is None:
+        if self._loss_check is None:
             return self._computed(args, kwargs)
-        self._outside.in_forward = True
+        self._loss_check.in_forward = True
         try:
             return self._computed(args, kwargs)
         finally:
-            self._outside.in_forward = False
+            self._loss_check.in_forward = False
 
     def _computed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
@@ -88,7 +92,7 @@ class LayoutCut(Cut):
                 return graph(*tensors(leaves))
         # Another kind of call than any before.
         traced, found = self._dimensions.trace((args, kwargs), grad=torch.is_grad_enabled())
-        self._graphs.append((traced, Planner(found, self._axes, self._usage).rewrite()))
+        self._graphs.append((traced, GraphRewriter(found, self._axes, self._usage).rewrite()))
         return self._graphs[-1][1](*tensors(leaves))
 
     def _check_usage(self) -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import fx, nn
 
 from paceline.split.cut import Example
-from paceline.split.stacks import stack_of
 from paceline.split.trace import Traced, trace
+from paceline.split.transformer_stacks import stack_of
 from paceline.torch_private import tree_flatten
 
 

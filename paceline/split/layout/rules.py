@@ -7,126 +7,20 @@ adds up. Of an operator with no rule all operands must be whole: it is computed 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from paceline.split.layout.atoms import Atom, Dim, Dims, join, regroup, size
-
-
-@dataclass
-class Op:
-    """What a node does: the dims of its result, of a module's parameters, and which must be whole or are added up."""
-
-    out: Any  # Dims, or a tuple of Dims; None: no tensor
-    whole: list[Dim] = field(default_factory=list)
-    summed: list[Dim] = field(default_factory=list)
-    parameters: dict[str, Dims] = field(default_factory=dict)  # by name inside the module
-    late: frozenset[str] = frozenset()  # parameters that are added after the sum
-    kind: str = ""  # operators that are computed in another way when they are cut
-
-
-class Trace:
-    """The dims of everything in one graph. Parameters have theirs in common with other graphs of the same model."""
-
-    def __init__(self, model: nn.Module, graph: fx.Graph, values: dict[str, Any], parameters: dict[str, Dims]) -> None:
-        self.model = model
-        self.graph = graph
-        self.values = values
-        self.parameters = parameters  # by name
-        self.dims: dict[fx.Node, Any] = {}
-        self.ops: dict[fx.Node, Op] = {}
-        self.inputs: list[Dims] = []
-
-    def run(self) -> None:
-        for node in self.graph.nodes:
-            self.ops[node] = op = self._op(node)
-            self.dims[node] = op.out
-
-    def _op(self, node: fx.Node) -> Op:
-        value = self.values[node.name]
-        if node.op == "placeholder":
-            dims = self.fresh(value)
-            self.inputs.append(dims)
-            return Op(dims)
-        if node.op == "get_attr":
-            return Op(self.parameters.get(str(node.target)) or self.fresh(value))
-        if node.op == "output" or not has_tensors(value):
-            return Op(None)
-        rule = self._rule(node)
-        op = rule(self, node) if rule is not None else None
-        return op if op is not None else self.alike(node)
-
-    def _rule(self, node: fx.Node) -> Rule | None:
-        if node.op == "call_module":
-            module = self.model.get_submodule(str(node.target))
-            return next((rule for kinds, rule in MODULES if isinstance(module, kinds)), None)
-        if node.op == "call_method":
-            return METHODS.get(str(node.target))
-        return FUNCTIONS.get(node.target)
-
-    def alike(self, node: fx.Node) -> Op:
-        """No rule: all operands whole, the same on every device."""
-        whole = [dim for operand in node.all_input_nodes for dim in flat_dims(self.dims[operand])]
-        op = Op(self.fresh(self.values[node.name]), whole=whole, kind="alike")
-        if node.op == "call_module":
-            prefix = str(node.target)
-            for name, _ in self.model.get_submodule(prefix).named_parameters():
-                if (dims := self.parameters.get(f"{prefix}.{name}")) is not None:
-                    op.parameters[name] = dims
-                    op.whole += dims
-        return op
-
-    def first_name(self, name: str) -> str:
-        """A tied parameter has the first of its names."""
-        dims = self.parameters[name]
-        return next(first for first, own in self.parameters.items() if own is dims)
-
-    # ── for rules ────────────────────────────────────────────────────────────────────────────────────────
-
-    def fresh(self, value: Any) -> Any:
-        """New dims for a value: one atom each."""
-        if isinstance(value, torch.Tensor):
-            return [[Atom(size)] for size in value.shape]
-        if isinstance(value, (tuple, list)):
-            return tuple(self.fresh(item) for item in value)
-        return None
-
-    def of(self, node: Any) -> Dims:
-        dims = self.dims.get(node) if isinstance(node, fx.Node) else None
-        return dims if isinstance(dims, list) else []
-
-    def shape(self, node: fx.Node) -> tuple[int, ...]:
-        return tuple(self.values[node.name].shape)
-
-    def module(self, node: fx.Node) -> nn.Module:
-        return self.model.get_submodule(str(node.target))
-
-    def own(self, node: fx.Node, name: str) -> Dims | None:
-        return self.parameters.get(f"{node.target}.{name}")
-
-
-Rule = Callable[[Trace, fx.Node], Op | None]
-
-
-def has_tensors(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) or (isinstance(value, (tuple, list)) and any(map(has_tensors, value)))
-
-
-def flat_dims(dims: Any) -> list[Dim]:
-    if isinstance(dims, tuple):
-        return [dim for part in dims for dim in flat_dims(part)]
-    return dims or []
-
+from paceline.split.layout.atoms import Atom, Dims, join, regroup, size
+from paceline.split.layout.graph_dims import GraphDims, Op, Rule
 
 # ── elementwise ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def pointwise(t: Trace, node: fx.Node) -> Op | None:
+def pointwise(t: GraphDims, node: fx.Node) -> Op | None:
     out: Dims = t.fresh(t.values[node.name])
     for operand in node.all_input_nodes:
         value = t.values[operand.name]
@@ -138,7 +32,7 @@ def pointwise(t: Trace, node: fx.Node) -> Op | None:
     return Op(out)
 
 
-def normalized(t: Trace, node: fx.Node) -> Op | None:
+def normalized(t: GraphDims, node: fx.Node) -> Op | None:
     """LayerNorm: over the last dims, which a distributed way of it may have in parts."""
     module = t.module(node)
     out = [list(dim) for dim in t.of(node.args[0])]
@@ -154,14 +48,14 @@ def normalized(t: Trace, node: fx.Node) -> Op | None:
     return Op(out, parameters=parameters, kind="layer norm")
 
 
-def dropout(t: Trace, node: fx.Node) -> Op | None:
+def dropout(t: GraphDims, node: fx.Node) -> Op | None:
     op = pointwise(t, node)
     if op is not None:
         op.kind = "dropout"
     return op
 
 
-def per_channel(t: Trace, node: fx.Node) -> Op | None:
+def per_channel(t: GraphDims, node: fx.Node) -> Op | None:
     """BatchNorm: every channel by itself."""
     out = [list(dim) for dim in t.of(node.args[0])]
     parameters = {}
@@ -178,7 +72,7 @@ LATE = frozenset({"bias"})
 # ── products ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def linear(t: Trace, node: fx.Node) -> Op | None:
+def linear(t: GraphDims, node: fx.Node) -> Op | None:
     weight = t.own(node, "weight")
     x = t.of(node.args[0])
     if weight is None or not x or not join(weight[1], x[-1]):
@@ -190,7 +84,7 @@ def linear(t: Trace, node: fx.Node) -> Op | None:
     return Op([*x[:-1], weight[0]], summed=[x[-1]], parameters=parameters, late=LATE, kind="linear")
 
 
-def convolution(t: Trace, node: fx.Node) -> Op | None:
+def convolution(t: GraphDims, node: fx.Node) -> Op | None:
     module: Any = t.module(node)
     weight, x, value = t.own(node, "weight"), t.of(node.args[0]), t.values[node.name]
     if weight is None or len(x) != weight_dims(module):
@@ -216,14 +110,14 @@ def weight_dims(module: Any) -> int:
     return int(module.weight.dim())
 
 
-def embedding(t: Trace, node: fx.Node) -> Op | None:
+def embedding(t: GraphDims, node: fx.Node) -> Op | None:
     weight = t.own(node, "weight")
     if weight is None:
         return None
     return Op([*t.of(node.args[0]), weight[1]], summed=[weight[0]], parameters={"weight": weight}, kind="embedding")
 
 
-def matmul(t: Trace, node: fx.Node) -> Op | None:
+def matmul(t: GraphDims, node: fx.Node) -> Op | None:
     a, b = (t.of(argument) for argument in node.args[:2])
     if len(a) < 2 or len(b) < 2 or not join(a[-1], b[-2]):
         return None
@@ -235,7 +129,7 @@ def matmul(t: Trace, node: fx.Node) -> Op | None:
     return Op([*out[:-2], a[-2], b[-1]], summed=[a[-1]])
 
 
-def attention(t: Trace, node: fx.Node) -> Op | None:
+def attention(t: GraphDims, node: fx.Node) -> Op | None:
     """scaled_dot_product_attention: any leading dim may be cut, such as heads."""
     q, k, v = (t.of(argument) for argument in node.args[:3])
     if not (len(q) == len(k) == len(v) >= 3):
@@ -253,7 +147,7 @@ def attention(t: Trace, node: fx.Node) -> Op | None:
     return Op([*q[:-2], q[-2], v[-1]], whole=whole)
 
 
-def heads(t: Trace, node: fx.Node) -> Op | None:
+def heads(t: GraphDims, node: fx.Node) -> Op | None:
     """nn.MultiheadAttention: cut by heads."""
     module: Any = t.module(node)
     q, k, v = (t.of(argument) for argument in (*node.args, *node.kwargs.values())[:3])
@@ -294,12 +188,12 @@ def heads(t: Trace, node: fx.Node) -> Op | None:
 # ── shapes ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def reshape(t: Trace, node: fx.Node) -> Op | None:
+def reshape(t: GraphDims, node: fx.Node) -> Op | None:
     dims = regroup(t.of(node.args[0]), t.shape(node))
     return None if dims is None else Op(dims, kind="reshape")
 
 
-def permute(t: Trace, node: fx.Node) -> Op | None:
+def permute(t: GraphDims, node: fx.Node) -> Op | None:
     """Any reordering: what goes where is found by strides of the result."""
     x, rank = t.of(node.args[0]), len(t.shape(node))
     if len(x) != rank:
@@ -318,13 +212,13 @@ def permute(t: Trace, node: fx.Node) -> Op | None:
     return Op([x[i] for i in order])
 
 
-def unsqueeze(t: Trace, node: fx.Node) -> Op | None:
+def unsqueeze(t: GraphDims, node: fx.Node) -> Op | None:
     x = list(t.of(node.args[0]))
     at = int((*node.args, *node.kwargs.values())[1]) % (len(x) + 1)  # type: ignore[arg-type]
     return Op([*x[:at], [Atom(1)], *x[at:]])
 
 
-def reduction(t: Trace, node: fx.Node) -> Op | None:
+def reduction(t: GraphDims, node: fx.Node) -> Op | None:
     """sum and mean over dims that are whole."""
     x, rank = t.of(node.args[0]), len(t.of(node.args[0]))
     given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
@@ -336,7 +230,7 @@ def reduction(t: Trace, node: fx.Node) -> Op | None:
     return Op(out, whole=[x[i] for i in which])
 
 
-def along_one(t: Trace, node: fx.Node) -> Op | None:
+def along_one(t: GraphDims, node: fx.Node) -> Op | None:
     """softmax and the like: one dim whole, the others any."""
     x = t.of(node.args[0])
     given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
@@ -347,7 +241,7 @@ def along_one(t: Trace, node: fx.Node) -> Op | None:
     return Op(list(x), whole=[x[given]])
 
 
-def spatial(t: Trace, node: fx.Node) -> Op | None:
+def spatial(t: GraphDims, node: fx.Node) -> Op | None:
     """Pooling, padding of images, upsampling: batch and channels pass, the rest is whole."""
     x, value = t.of(node.args[0]), t.values[node.name]
     if not isinstance(value, torch.Tensor) or len(x) != value.dim() or len(x) < 3:
@@ -357,7 +251,7 @@ def spatial(t: Trace, node: fx.Node) -> Op | None:
     return Op([x[0], x[1], *t.fresh(value)[2:]], whole=x[2:])
 
 
-def pieces(t: Trace, node: fx.Node) -> Op | None:
+def pieces(t: GraphDims, node: fx.Node) -> Op | None:
     """chunk and split into equal pieces: the outer factor of the dim is taken apart."""
     values, x = t.values[node.name], t.of(node.args[0])
     given = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
@@ -373,7 +267,7 @@ def pieces(t: Trace, node: fx.Node) -> Op | None:
     return Op(tuple(part for _ in values), whole=[[outer[0]]], kind="pieces")
 
 
-def item(t: Trace, node: fx.Node) -> Op | None:
+def item(t: GraphDims, node: fx.Node) -> Op | None:
     source, index = node.args[:2]
     dims = t.dims.get(source) if isinstance(source, fx.Node) else None
     if isinstance(dims, tuple) and isinstance(index, int):
@@ -400,7 +294,7 @@ def item(t: Trace, node: fx.Node) -> Op | None:
     return Op([*out, *dims[at:]], whole=whole)
 
 
-def concatenation(t: Trace, node: fx.Node) -> Op | None:
+def concatenation(t: GraphDims, node: fx.Node) -> Op | None:
     operands = [t.of(operand) for operand in node.args[0]]  # type: ignore[union-attr]
     given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
     out: Dims = t.fresh(t.values[node.name])
@@ -479,3 +373,13 @@ METHODS: dict[str, Rule] = {
     **dict.fromkeys(("matmul", "bmm"), matmul),
     **dict.fromkeys(("chunk", "split"), pieces),
 }  # fmt: skip
+
+
+def rule_of(model: nn.Module, node: fx.Node) -> Rule | None:
+    """Returns the rule for a node of the model's graph; None if there is none."""
+    if node.op == "call_module":
+        module = model.get_submodule(str(node.target))
+        return next((rule for kinds, rule in MODULES if isinstance(module, kinds)), None)
+    if node.op == "call_method":
+        return METHODS.get(str(node.target))
+    return FUNCTIONS.get(node.target)

@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline.split.cut import Example
 from paceline.split.layout.atoms import leaves
-from paceline.split.layout.dimensions import Dimensions
+from paceline.split.layout.model_dims import ModelDims
 
 
 def tell_dims(model: nn.Module, example: Example, patterns: Mapping[str, str], path: Path) -> None:
@@ -20,7 +20,7 @@ def tell_dims(model: nn.Module, example: Example, patterns: Mapping[str, str], p
 
 
 def dims_of(model: nn.Module, example: Example, patterns: Mapping[str, str]) -> dict[str, Any]:
-    dimensions = Dimensions(model)
+    dimensions = ModelDims(model)
     dimensions.trace(example, grad=True)
     names = dimensions.names(patterns)
     rows = [

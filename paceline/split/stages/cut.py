@@ -28,10 +28,10 @@ from paceline.seeds import mixed
 from paceline.split import values
 from paceline.split.cut import SAME, WHOLE, Check, Cut, Example, Loss, TensorPart
 from paceline.split.stages import divide
-from paceline.split.stages.batch import length_of, micro_batches, part_of
 from paceline.split.stages.measure import Measured, buffers_used, measure
-from paceline.split.stages.part import Dice, StageModule
+from paceline.split.stages.micro_batches import length_of, micro_batches, part_of
 from paceline.split.stages.schedule import FORWARD, order
+from paceline.split.stages.stage_module import OperationSeeds, StageModule
 from paceline.split.trace import Traced, tensors, trace
 from paceline.torch_private import TreeSpec, is_compiled, tree_flatten, tree_unflatten
 
@@ -176,7 +176,7 @@ class StagesCut(Cut):
         flight.called = True
         part = self._part(leaves, spec)
         found = self._take(part, leaves, flight)
-        part.run(found, Dice(flight.seed))
+        part.run(found, OperationSeeds(flight.seed))
         for target, nodes in part.gives.items():
             if nodes:
                 sent = self._send([found[node] for node in nodes], target)
@@ -198,7 +198,7 @@ class StagesCut(Cut):
 
     def _whole_forward(self, part: StageModule, leaves: Sequence[Any]) -> Any:
         found = self._take(part, leaves, None)
-        part.run(found, Dice(None))
+        part.run(found, OperationSeeds(None))
         for target, nodes in part.gives.items():
             if nodes:
                 self._send([found[node] for node in nodes], target)

@@ -15,10 +15,10 @@ from paceline.errors import ModelError, StrategyError
 from paceline.exchange.mailboxes import DeviceGroup, Peers
 from paceline.optim.models import in_mode, own_state
 from paceline.split.cut import SAME, WHOLE, Check, Cut, Example, Loss, TensorPart, left_as_it_was, train
-from paceline.split.tiles.course import TiledForward
-from paceline.split.tiles.moving import gathered
+from paceline.split.tiles.halo_exchange import gathered
 from paceline.split.tiles.norms import TiledBatchNorm, batchnorms
 from paceline.split.tiles.tile import Grid, Tile
+from paceline.split.tiles.tiled_forward import TiledForward
 from paceline.split.values import Tiles
 from paceline.torch_private import tree_map
 
@@ -29,17 +29,17 @@ class TilesCut(Cut):
     def __init__(self, split: Tiles, peers: Peers) -> None:
         super().__init__(peers)
         self._split = split
-        self._course = TiledForward(Grid(split, peers))
+        self._tiled = TiledForward(Grid(split, peers))
         self._norms: dict[nn.Module, TiledBatchNorm] = {}
         self._head: set[str] = set()
         self._buffers: set[str] = set()
 
     def prepare(self, model: nn.Module, example: Example) -> None:
-        if not self._course.grid.axes:
+        if not self._tiled.grid.axes:
             return
         whole, model = model, own_state(model)
         for module in batchnorms(model):
-            self._norms[module] = TiledBatchNorm(self._course, module)
+            self._norms[module] = TiledBatchNorm(self._tiled, module)
         forward = model.forward
         model.forward = functools.partial(self._forward, forward)
         if whole is not model:  # compiled: the compiler would follow the tiles into the mailboxes
@@ -51,8 +51,8 @@ class TilesCut(Cut):
             for norm in self._norms.values():
                 norm.undo()
             raise
-        self._course.head = self._course.looked.only_after_tiles()
-        self._head = {name for name, parameter in model.named_parameters() if parameter in self._course.head}
+        self._tiled.head = self._tiled.dry_run.only_after_tiles()
+        self._head = {name for name, parameter in model.named_parameters() if parameter in self._tiled.head}
         self._buffers = {name for name, _ in model.named_buffers()}
 
     def part_of(self, name: str) -> TensorPart:
@@ -71,9 +71,9 @@ class TilesCut(Cut):
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map(self._entering, args), tree_map(self._entering, kwargs)
-        with self._course:
+        with self._tiled:
             found = forward(*args, **kwargs)
-        self._course.in_head = False
+        self._tiled.in_head = False
         return tree_map(lambda leaf: gathered(leaf) if isinstance(leaf, Tile) else leaf, found)
 
     def _entering(self, leaf: Any) -> Any:
@@ -85,19 +85,19 @@ class TilesCut(Cut):
 
     def _look(self, model: nn.Module, example: Example) -> None:
         """Run it once, in training mode, and leave everything as it was."""
-        course = self._course
+        tiled = self._tiled
         args, kwargs = example
-        with in_mode(model, training=True), left_as_it_was(model), _named(model, course.where), torch.no_grad():
-            course.looking = True
+        with in_mode(model, training=True), left_as_it_was(model), _named(model, tiled.where), torch.no_grad():
+            tiled.is_dry_run = True
             try:
                 model(*args, **kwargs)
             finally:
-                course.looking = False
-        looked = course.looked
-        if not looked.cuts:
+                tiled.is_dry_run = False
+        dry_run = tiled.dry_run
+        if not dry_run.cuts:
             self._refuse(model)
-        if not self.peers.rank and looked.middle is not None:
-            module, name = looked.middle
+        if not self.peers.rank and dry_run.middle is not None:
+            module, name = dry_run.middle
             warnings.warn(
                 f"tiles: {module or 'the model'} gathers the image for {name}, which is exact and no faster than on "
                 "one device",
@@ -106,8 +106,8 @@ class TilesCut(Cut):
 
     def _refuse(self, model: nn.Module) -> None:
         split = f"{self._split.rows}x{self._split.columns}"
-        if self._course.looked.why_not is not None:
-            module, name, why = self._course.looked.why_not
+        if self._tiled.dry_run.why_not is not None:
+            module, name, why = self._tiled.dry_run.why_not
             raise StrategyError("tiles", split, f"{name}{f' in {module}' if module else ''} cannot be cut, {why}")
         kinds = dict.fromkeys(type(module).__name__ for module in model.modules() if not list(module.children()))
         raise ModelError(

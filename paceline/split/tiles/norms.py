@@ -23,8 +23,9 @@ Func = Callable[..., Any]
 class TiledBatchNorm:
     """Takes the place of a BatchNorm's forward."""
 
-    def __init__(self, course: Any, module: AnyBatchNorm) -> None:
-        self._course, self._module = course, module
+    def __init__(self, tiled: Any, module: AnyBatchNorm) -> None:
+        self._tiled, self._module = tiled, module
+
         self.sees_tiles = False  # in the run that shows what the model does: then its statistics are sums over devices
         module.forward = self  # type: ignore[method-assign, assignment]
 
@@ -33,20 +34,20 @@ class TiledBatchNorm:
         return found
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        course, module = self._course, self._module
+        tiled, module = self._tiled, self._module
         tile = x if isinstance(x, Tile) else None
-        course.note(module, on_tiles=tile is not None)
-        if course.looking:
+        tiled.note(module, on_tiles=tile is not None)
+        if tiled.is_dry_run:
             # Nothing is added up yet: what comes out has the right size, and that is all that is looked at.
             self.sees_tiles |= tile is not None
             return x.view_as(x) if tile is None else tile.like(tile.local)
         by_batch = module.training or module.running_mean is None
         if by_batch and module.training and self.sees_tiles and tile is None:
-            course.changed_its_way(module)
+            tiled.changed_its_way(module)
         if tile is None:
             return self._own_forward(x)
         if by_batch and not (module.training and self.sees_tiles):
-            return self._own_forward(course.whole(tile, type(module).forward))
+            return self._own_forward(tiled.whole(tile, type(module).forward))
         return tile.like(self._own_forward(tile.local))
 
     def undo(self) -> None:
@@ -54,7 +55,7 @@ class TiledBatchNorm:
 
 
 def group_norm(
-    course: Any,
+    tiled: Any,
     func: Func,
     input: Any,
     num_groups: int,
@@ -67,7 +68,7 @@ def group_norm(
     local = input.local
     groups = local.contiguous().view(1, len(local) * num_groups, -1)
     normalized = _ExactBatchNorm.apply(  # type: ignore[no-untyped-call]
-        groups, None, None, eps, course.grid.everyone.all_reduce
+        groups, None, None, eps, tiled.grid.everyone.all_reduce
     )[0].view(local.shape)
     shape = (-1, *[1] * (local.dim() - 2))
     if weight is not None:
@@ -78,7 +79,7 @@ def group_norm(
 
 
 def instance_norm(
-    course: Any,
+    tiled: Any,
     func: Func,
     input: Any,
     running_mean: torch.Tensor | None = None,
@@ -91,7 +92,7 @@ def instance_norm(
 ) -> Any:
     if running_mean is not None or not use_input_stats:
         return NotImplemented
-    return group_norm(course, func, input, input.size(1), weight, bias, eps)
+    return group_norm(tiled, func, input, input.size(1), weight, bias, eps)
 
 
 def batchnorms(model: nn.Module) -> list[AnyBatchNorm]:

@@ -42,7 +42,7 @@ def is_pointwise(name: str) -> bool:
     return name in POINTWISE or (name.endswith("_") and not name.endswith("__") and name[:-1] in POINTWISE)
 
 
-def pointwise(course: Any, func: Func, *args: Any, **kwargs: Any) -> Any:
+def pointwise(tiled: Any, func: Func, *args: Any, **kwargs: Any) -> Any:
     """Tiles of the same size lie alike; of what is whole, the rows of this device."""
     tile = find((*args, *kwargs.values()))
     assert tile is not None
@@ -74,7 +74,7 @@ def own_part(tile: Tile, value: torch.Tensor) -> torch.Tensor | None:
     missing = tile.dim() - value.dim()
     if missing < 0:
         return None
-    for axis, dim, length in zip(tile.course.grid.axes, tile.dims, tile.lengths, strict=True):
+    for axis, dim, length in zip(tile.tiled.grid.axes, tile.dims, tile.lengths, strict=True):
         if dim < missing or value.size(dim - missing) == 1:
             continue
         if value.size(dim - missing) != length:
@@ -84,21 +84,21 @@ def own_part(tile: Tile, value: torch.Tensor) -> torch.Tensor | None:
     return value
 
 
-def prelu(course: Any, func: Func, input: Tile, weight: torch.Tensor) -> Any:
+def prelu(tiled: Any, func: Func, input: Tile, weight: torch.Tensor) -> Any:
     return input.like(func(input.local, weight)) if not isinstance(weight, Tile) else NotImplemented
 
 
-def expand_as(course: Any, func: Func, input: torch.Tensor, other: torch.Tensor) -> Any:
+def expand_as(tiled: Any, func: Func, input: torch.Tensor, other: torch.Tensor) -> Any:
     """Of a whole to a tile's size: a view, of which the tile's part is taken where it is used."""
     return NotImplemented if isinstance(input, Tile) else input.expand(other.shape)
 
 
-def new(course: Any, func: Func, input: Tile, *args: Any, **kwargs: Any) -> Any:
+def new(tiled: Any, func: Func, input: Tile, *args: Any, **kwargs: Any) -> Any:
     """`new_zeros` and its like: only the type and the device come from the tile."""
     return func(input.local, *args, **kwargs)
 
 
-def dropout(course: Any, func: Func, input: Tile, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+def dropout(tiled: Any, func: Func, input: Tile, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     """The mask is drawn for the whole, as in one process, and the device takes its part: a byte a value."""
     if not training or p == 0:
         return input
@@ -121,14 +121,14 @@ def dropout(course: Any, func: Func, input: Tile, p: float = 0.5, training: bool
 # ── over dims that are not cut ───────────────────────────────────────────────────────────────────────────────
 
 
-def along(course: Any, func: Func, input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+def along(tiled: Any, func: Func, input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
     """`func(input, dim)` that keeps the size: softmax over channels."""
     if not isinstance(input, Tile) or not isinstance(dim, int) or dim % input.dim() in input.dims:
         return NotImplemented
     return input.like(func(input.local, dim, *args, **kwargs))
 
 
-def over_channels(course: Any, func: Func, input: Tile, *args: Any, **kwargs: Any) -> Any:
+def over_channels(tiled: Any, func: Func, input: Tile, *args: Any, **kwargs: Any) -> Any:
     """Dropout of channels, normalization across channels, BatchNorm by running statistics: the same on every part."""
     if 0 in input.dims or 1 in input.dims or find(args) is not None:
         return NotImplemented
@@ -137,7 +137,7 @@ def over_channels(course: Any, func: Func, input: Tile, *args: Any, **kwargs: An
 
 
 def batch_norm(
-    course: Any,
+    tiled: Any,
     func: Func,
     input: Tile,
     running_mean: torch.Tensor | None,
@@ -151,16 +151,16 @@ def batch_norm(
     """By running statistics. Those of the batch are the modules' (`norms`)."""
     if training:
         return NotImplemented
-    return over_channels(course, func, input, running_mean, running_var, weight, bias, False, momentum, eps)
+    return over_channels(tiled, func, input, running_mean, running_var, weight, bias, False, momentum, eps)
 
 
-def layer_norm(course: Any, func: Func, input: Any, normalized_shape: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+def layer_norm(tiled: Any, func: Func, input: Any, normalized_shape: Sequence[int], *args: Any, **kwargs: Any) -> Any:
     if not isinstance(input, Tile) or max(input.dims) >= input.dim() - len(normalized_shape):
         return NotImplemented
     return input.like(func(input.local, normalized_shape, *args, **kwargs))
 
 
-def linear(course: Any, func: Func, input: Any, *args: Any, **kwargs: Any) -> Any:
+def linear(tiled: Any, func: Func, input: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(input, Tile) or max(input.dims) == input.dim() - 1:
         return NotImplemented
     return input.like(func(input.local, *args, **kwargs))
@@ -170,21 +170,21 @@ def linear(course: Any, func: Func, input: Any, *args: Any, **kwargs: Any) -> An
 
 
 def _moved(tile: Tile, local: torch.Tensor, dims: Sequence[int]) -> Tile:
-    return Tile(local, tuple(dims), tile.lengths, tile.course)
+    return Tile(local, tuple(dims), tile.lengths, tile.tiled)
 
 
-def permute(course: Any, func: Func, input: Tile, *dims: Any) -> Any:
+def permute(tiled: Any, func: Func, input: Tile, *dims: Any) -> Any:
     order = [dim % input.dim() for dim in (dims[0] if isinstance(dims[0], (tuple, list)) else dims)]
     return _moved(input, func(input.local, order), [order.index(dim) for dim in input.dims])
 
 
-def transpose(course: Any, func: Func, input: Tile, dim0: int, dim1: int) -> Any:
+def transpose(tiled: Any, func: Func, input: Tile, dim0: int, dim1: int) -> Any:
     first, second = dim0 % input.dim(), dim1 % input.dim()
     swapped = {first: second, second: first}
     return _moved(input, func(input.local, first, second), [swapped.get(dim, dim) for dim in input.dims])
 
 
-def reshape(course: Any, func: Func, input: Any, *shape: Any) -> Any:
+def reshape(tiled: Any, func: Func, input: Any, *shape: Any) -> Any:
     """Of the dims before those that are cut, such as channels to groups of channels."""
     if not isinstance(input, Tile):
         return NotImplemented
@@ -203,7 +203,7 @@ def reshape(course: Any, func: Func, input: Any, *shape: Any) -> Any:
     return _moved(input, local, [dim - first + lead for dim in input.dims])
 
 
-def concatenate(course: Any, func: Func, tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
+def concatenate(tiled: Any, func: Func, tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
     tile = find(tensors)
     if tile is None or kwargs or dim % tile.dim() in tile.dims:
         return NotImplemented
@@ -215,21 +215,21 @@ def concatenate(course: Any, func: Func, tensors: Any, dim: int = 0, **kwargs: A
     return tile.like(func(parts, dim))
 
 
-def split(course: Any, func: Func, input: Tile, size: Any, dim: int = 0) -> Any:
+def split(tiled: Any, func: Func, input: Tile, size: Any, dim: int = 0) -> Any:
     """`chunk` and `split`."""
     if dim % input.dim() in input.dims:
         return NotImplemented
     return tree_map(input.like, func(input.local, size, dim))
 
 
-def narrow(course: Any, func: Func, input: Any, dim: int, *args: Any) -> Any:
+def narrow(tiled: Any, func: Func, input: Any, dim: int, *args: Any) -> Any:
     """`narrow` and `index_select`."""
     if not isinstance(input, Tile) or find(args) is not None or dim % input.dim() in input.dims:
         return NotImplemented
     return input.like(func(input.local, dim, *args))
 
 
-def item(course: Any, func: Func, input: Any, index: Any) -> Any:
+def item(tiled: Any, func: Func, input: Any, index: Any) -> Any:
     """Slices of dims that are not cut, such as some of the channels."""
     entries = index if isinstance(index, tuple) else (index,)
     if not isinstance(input, Tile) or not all(isinstance(entry, (slice, type(...))) for entry in entries):

@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from paceline.split.tiles.moving import summed
+from paceline.split.tiles.halo_exchange import summed
 from paceline.split.tiles.tile import Tile
 
 Func = Callable[..., Any]
 
 
-def add_up(course: Any, func: Func, input: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+def add_up(tiled: Any, func: Func, input: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
     """`sum` and `mean`."""
     if not isinstance(input, Tile) or not input.is_floating_point() or kwargs.get("dtype") is not None:
         return NotImplemented
@@ -22,11 +22,11 @@ def add_up(course: Any, func: Func, input: Any, dim: Any = None, keepdim: bool =
         return _kept(input, func(input.local, dims, keepdim), dims, keepdim)
     if len(over) < len(input.dims):
         return NotImplemented
-    total = summed(input.local.sum(dims, keepdim), course.grid.everyone)
+    total = summed(input.local.sum(dims, keepdim), tiled.grid.everyone)
     return total / math.prod(input.shape[d] for d in dims) if func.__name__ == "mean" else total
 
 
-def highest(course: Any, func: Func, input: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+def highest(tiled: Any, func: Func, input: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
     """`amax`, `amin` and their like, over channels."""
     if not isinstance(input, Tile) or dim is None or kwargs:
         return NotImplemented
@@ -36,14 +36,14 @@ def highest(course: Any, func: Func, input: Any, dim: Any = None, keepdim: bool 
     return _kept(input, func(input.local, dim, keepdim), dims, keepdim)
 
 
-def pool_to_one(course: Any, func: Func, input: Tile, output_size: Any) -> Any:
+def pool_to_one(tiled: Any, func: Func, input: Tile, output_size: Any) -> Any:
     """Adaptive average pooling, if it leaves one pixel."""
     spatial = int(func.__name__[-2])
     sizes = output_size if isinstance(output_size, (tuple, list)) else [output_size] * spatial
     if any(size != 1 for size in sizes) or input.dim() != spatial + 2 or min(input.dims) < 2:
         return NotImplemented
     dims = tuple(range(2, input.dim()))
-    return summed(input.local.sum(dims, keepdim=True), course.grid.everyone) / math.prod(input.shape[2:])
+    return summed(input.local.sum(dims, keepdim=True), tiled.grid.everyone) / math.prod(input.shape[2:])
 
 
 def _dims(tile: Tile, dim: Any) -> tuple[int, ...]:
@@ -54,4 +54,4 @@ def _dims(tile: Tile, dim: Any) -> tuple[int, ...]:
 
 def _kept(tile: Tile, local: Any, dims: tuple[int, ...], keepdim: bool) -> Tile:
     left = tile.dims if keepdim else tuple(cut - sum(d < cut for d in dims) for cut in tile.dims)
-    return Tile(local, left, tile.lengths, tile.course)
+    return Tile(local, left, tile.lengths, tile.tiled)

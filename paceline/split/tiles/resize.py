@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from paceline.split.tiles.moving import Widened
+from paceline.split.tiles.halo_exchange import Widened
+from paceline.split.tiles.needed_rows import needed_rows, ranges
 from paceline.split.tiles.tile import Tile
-from paceline.split.tiles.windows import ranges, wanted
 
 Func = Callable[..., Any]
 LINEAR = ("linear", "bilinear", "trilinear")
@@ -55,7 +55,7 @@ class Picked:
 
 
 def interpolate(
-    course: Any,
+    tiled: Any,
     func: Func,
     input: Any,
     size: Any = None,
@@ -76,7 +76,7 @@ def interpolate(
         outputs = [math.floor(n * f) for n, f in zip(input.shape[2:], given, strict=True)]
         if not recompute_scale_factor:
             factors = given
-    axes, lengths = course.grid.axes, input.lengths
+    axes, lengths = tiled.grid.axes, input.lengths
     if any(outputs[dim - 2] < axis.parts for axis, dim in zip(axes, input.dims, strict=True)):
         return NotImplemented
     precision = torch.float64 if input.dtype == torch.float64 and mode in LINEAR else torch.float32
@@ -84,12 +84,12 @@ def interpolate(
         Picked(n, outputs[dim - 2], factors[dim - 2], mode, bool(align_corners), precision)
         for n, dim in zip(lengths, input.dims, strict=True)
     ]
-    wants = [
-        wanted(ranges(n, axis.parts), [of.window(*own) for own in ranges(outputs[dim - 2], axis.parts)])
+    needed = [
+        needed_rows(ranges(n, axis.parts), [of.window(*own) for own in ranges(outputs[dim - 2], axis.parts)])
         for n, axis, dim, of in zip(lengths, axes, input.dims, picked, strict=True)
     ]
-    x = Widened(input, wants).x
-    for axis, dim, of, of_axis in zip(axes, input.dims, picked, wants, strict=True):
+    x = Widened(input, needed).x
+    for axis, dim, of, of_axis in zip(axes, input.dims, picked, needed, strict=True):
         x = of.take(x, dim, of_axis.need[axis.index][0], *axis.own(outputs[dim - 2]))
     others = [i for i in range(spatial) if 2 + i not in input.dims]
     if others:
@@ -99,21 +99,23 @@ def interpolate(
         if size is not None or recompute_scale_factor:
             how = {"size": [outputs[i] if 2 + i not in input.dims else x.size(2 + i) for i in range(spatial)]}
         x = F.interpolate(x, mode=mode, align_corners=align_corners, **how)
-    return Tile(x, input.dims, tuple(outputs[dim - 2] for dim in input.dims), course)
+    return Tile(x, input.dims, tuple(outputs[dim - 2] for dim in input.dims), tiled)
 
 
-def pixel_shuffle(course: Any, func: Func, input: Any, upscale_factor: int) -> Any:
+def pixel_shuffle(tiled: Any, func: Func, input: Any, upscale_factor: int) -> Any:
     """Channels to pixels: a row becomes several, and where tiles meet one of the rows may be the neighbour's."""
     if not isinstance(input, Tile) or min(input.dims) < 2:
         return NotImplemented
-    factor, axes = upscale_factor, course.grid.axes
+    factor, axes = upscale_factor, tiled.grid.axes
     outputs = tuple(n * factor for n in input.lengths)
-    wants = [
-        wanted(ranges(n, axis.parts), [(start // factor, -(-stop // factor)) for start, stop in ranges(m, axis.parts)])
+    needed = [
+        needed_rows(
+            ranges(n, axis.parts), [(start // factor, -(-stop // factor)) for start, stop in ranges(m, axis.parts)]
+        )
         for n, m, axis in zip(input.lengths, outputs, axes, strict=True)
     ]
-    x = func(Widened(input, wants).x, factor)
-    for axis, dim, m, of_axis in zip(axes, input.dims, outputs, wants, strict=True):
+    x = func(Widened(input, needed).x, factor)
+    for axis, dim, m, of_axis in zip(axes, input.dims, outputs, needed, strict=True):
         start, stop = axis.own(m)
         x = x.narrow(dim, start - of_axis.need[axis.index][0] * factor, stop - start)
-    return Tile(x, input.dims, outputs, course)
+    return Tile(x, input.dims, outputs, tiled)

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from paceline.split.tiles import edges
-from paceline.split.tiles.moving import Widened
+from paceline.split.tiles import edge_convolution
+from paceline.split.tiles.halo_exchange import Widened
+from paceline.split.tiles.needed_rows import NeededRows, Range, output_rows, ranges, sliding, spreading
 from paceline.split.tiles.tile import Tile
-from paceline.split.tiles.windows import Range, Wants, ranges, slid, sliding, spreading
 
 Func = Callable[..., Any]
 Lengths = Sequence[int]
@@ -28,8 +28,8 @@ Lengths = Sequence[int]
 class Neighbourhood:
     """One such op on one tensor: whether it is cut, and the rows it needs."""
 
-    def __init__(self, course: Any, func: Func, x: torch.Tensor, spatial: int, outputs: Lengths) -> None:
-        self.course, self.x, self.axes = course, x, course.grid.axes
+    def __init__(self, tiled: Any, func: Func, x: torch.Tensor, spatial: int, outputs: Lengths) -> None:
+        self.tiled, self.x, self.axes = tiled, x, tiled.grid.axes
         self.dims = tuple(2 + axis.which for axis in self.axes)
         self.outputs = tuple(outputs)
         self.possible = self._possible(func, spatial)
@@ -49,40 +49,40 @@ class Neighbourhood:
                     f"give at most that many tiles",
                 )
         if isinstance(self.x, Tile) and self.x.dims != self.dims:
-            self.x = self.course.whole(self.x, func)
+            self.x = self.tiled.whole(self.x, func)
         return True
 
     def _no(self, func: Func, why: str) -> bool:
-        self.course.cannot_cut(func, why)
+        self.tiled.cannot_cut(func, why)
         return False
 
-    def wants(self, make: Callable[[int, int, int, int], Wants]) -> list[Wants]:
+    def needed(self, make: Callable[[int, int, int, int], NeededRows]) -> list[NeededRows]:
         """By axis, from `make(which spatial dim, input length, output length, parts)`."""
         return [
             make(axis.which, self.x.shape[2 + axis.which], self.outputs[axis.which], axis.parts) for axis in self.axes
         ]
 
-    def run(self, wants: list[Wants], op: Callable[[torch.Tensor], torch.Tensor], value: float = 0.0) -> Tile:
+    def run(self, needed: list[NeededRows], op: Callable[[torch.Tensor], torch.Tensor], value: float = 0.0) -> Tile:
         """`op` on the rows that are needed."""
         if isinstance(self.x, Tile):
-            widened = Widened(self.x, wants, value)
+            widened = Widened(self.x, needed, value)
             with widened.kept_small():
                 local = op(widened.x)
         else:
             x = self.x
-            if self.course.looking:
-                self.course.looked.cuts_whole(x.numel())
-            for axis, dim, of_axis in zip(self.axes, self.dims, wants, strict=True):
+            if self.tiled.is_dry_run:
+                self.tiled.dry_run.cuts_whole(x.numel())
+            for axis, dim, of_axis in zip(self.axes, self.dims, needed, strict=True):
                 start, stop = of_axis.need[axis.index]
                 pads = (of_axis.before[axis.index], of_axis.after[axis.index])
                 x = pad_one(x.narrow(dim, start, stop - start), dim, pads, value)
             local = op(x)
         lengths = tuple(self.outputs[axis.which] for axis in self.axes)
-        return Tile(local, self.dims, lengths, self.course)
+        return Tile(local, self.dims, lengths, self.tiled)
 
     def on_whole(self, func: Func, *args: Any, **kwargs: Any) -> torch.Tensor:
         """It cannot be cut: on all devices alike."""
-        x = self.course.whole(self.x, func) if isinstance(self.x, Tile) else self.x
+        x = self.tiled.whole(self.x, func) if isinstance(self.x, Tile) else self.x
         whole: torch.Tensor = func(x, *args, **kwargs)
         return whole
 
@@ -103,7 +103,7 @@ def each(value: Any, spatial: int) -> tuple[int, ...]:
 
 
 def convolve(
-    course: Any,
+    tiled: Any,
     func: Func,
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -118,15 +118,15 @@ def convolve(
     strides, dilations = each(stride, spatial), each(dilation, spatial)
     pads = _paddings(padding, kernels, dilations)
     lengths = input.shape[-spatial:]
-    outputs = [slid(*one) for one in zip(lengths, kernels, strides, pads, dilations, strict=True)]
-    cut = Neighbourhood(course, func, input, spatial, outputs)
+    outputs = [output_rows(*one) for one in zip(lengths, kernels, strides, pads, dilations, strict=True)]
+    cut = Neighbourhood(tiled, func, input, spatial, outputs)
     if not cut.possible:
         return cut.on_whole(func, weight, bias, stride, padding, dilation, groups)
     shape = _keeping_size(cut, strides, pads, dilations, groups)
     if shape is not None:
         assert isinstance(cut.x, Tile)
-        return cut.x.like(edges.convolved(cut.x.local, weight, bias, cut.axes[0].group, shape))
-    wants = cut.wants(lambda i, n, m, parts: sliding(n, m, parts, kernels[i], strides[i], pads[i][0], dilations[i]))
+        return cut.x.like(edge_convolution.convolved(cut.x.local, weight, bias, cut.axes[0].group, shape))
+    needed = cut.needed(lambda i, n, m, parts: sliding(n, m, parts, kernels[i], strides[i], pads[i][0], dilations[i]))
     pads = _uncut(cut, pads)
 
     def op(x: torch.Tensor) -> torch.Tensor:
@@ -136,12 +136,12 @@ def convolve(
         local: torch.Tensor = func(x, weight, bias, strides, inner, dilations, groups)
         return local
 
-    return cut.run(wants, op)
+    return cut.run(needed, op)
 
 
 def _keeping_size(
     cut: Neighbourhood, strides: Lengths, pads: Sequence[Range], dilations: Lengths, groups: int
-) -> edges.Shape | None:
+) -> edge_convolution.ConvolutionShape | None:
     """The convolution, if it can be done on a tile as it lies: it gives as many rows as there are."""
     x = cut.x
     if not isinstance(x, Tile) or len(cut.axes) > 1 or torch.is_autocast_enabled(x.device.type):
@@ -152,7 +152,7 @@ def _keeping_size(
     fewest = min(stop - start for start, stop in ranges(x.shape[dim], axis.parts))
     if not same_size or not 0 < reach <= fewest or any(low != high for low, high in pads):
         return None
-    return edges.Shape(dim, reach, tuple(low for low, _ in pads), tuple(dilations), groups)
+    return edge_convolution.ConvolutionShape(dim, reach, tuple(low for low, _ in pads), tuple(dilations), groups)
 
 
 def _paddings(padding: Any, kernels: Lengths, dilations: Lengths) -> list[Range]:
@@ -169,7 +169,7 @@ def _uncut(cut: Neighbourhood, pads: Sequence[Range]) -> list[Range]:
 
 
 def transposed(
-    course: Any,
+    tiled: Any,
     func: Func,
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -188,13 +188,13 @@ def transposed(
         (n - 1) * s - 2 * p + d * (k - 1) + e + 1
         for n, k, s, p, e, d in zip(input.shape[-spatial:], kernels, strides, pads, extra, dilations, strict=True)
     ]
-    cut = Neighbourhood(course, func, input, spatial, outputs)
+    cut = Neighbourhood(tiled, func, input, spatial, outputs)
     spreads = [
         spreading(input.shape[2 + i], outputs[i], axis.parts, kernels[i], strides[i], pads[i], dilations[i])
         for axis, i in ((axis, axis.which) for axis in cut.axes if cut.possible)
     ]
     # With strides longer than the kernel some outputs come from no input at all.
-    if not cut.possible or any(start == stop for spread in spreads for start, stop in spread.wants.need):
+    if not cut.possible or any(start == stop for spread in spreads for start, stop in spread.needed.need):
         return cut.on_whole(func, weight, bias, stride, padding, output_padding, groups, dilation)
     is_cut = [2 + i in cut.dims for i in range(spatial)]
     inner = [0 if cut_here else p for cut_here, p in zip(is_cut, pads, strict=True)]
@@ -210,14 +210,14 @@ def transposed(
             local = pad_one(local, dim, missing).narrow(dim, max(0, first), stop - start)
         return local if bias is None else local + bias.view(-1, *[1] * spatial)
 
-    return cut.run([spread.wants for spread in spreads], op)
+    return cut.run([spread.needed for spread in spreads], op)
 
 
 # ── pooling ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def max_pool(
-    course: Any,
+    tiled: Any,
     func: Func,
     input: torch.Tensor,
     kernel_size: Any,
@@ -233,20 +233,20 @@ def max_pool(
     spatial = len(kernels)
     lengths, dilations = input.shape[-spatial:], each(dilation, spatial)
     outputs = [
-        slid(n, k, s, (p, p), d, ceil_mode)
+        output_rows(n, k, s, (p, p), d, ceil_mode)
         for n, k, s, p, d in zip(lengths, kernels, strides, pads, dilations, strict=True)
     ]
-    cut = Neighbourhood(course, func, input, spatial, outputs)
+    cut = Neighbourhood(tiled, func, input, spatial, outputs)
     if not cut.possible:
         return cut.on_whole(func, kernel_size, stride, padding, dilation, ceil_mode)
-    wants = cut.wants(lambda i, n, m, parts: sliding(n, m, parts, kernels[i], strides[i], pads[i], dilations[i]))
+    needed = cut.needed(lambda i, n, m, parts: sliding(n, m, parts, kernels[i], strides[i], pads[i], dilations[i]))
     inner = [0 if 2 + i in cut.dims else p for i, p in enumerate(pads)]
     lowest = -math.inf if input.is_floating_point() else torch.iinfo(input.dtype).min
-    return cut.run(wants, lambda x: func(x, kernels, strides, inner, dilations, ceil_mode), lowest)
+    return cut.run(needed, lambda x: func(x, kernels, strides, inner, dilations, ceil_mode), lowest)
 
 
 def average_pool(
-    course: Any,
+    tiled: Any,
     func: Func,
     input: torch.Tensor,
     kernel_size: Any,
@@ -259,12 +259,14 @@ def average_pool(
     kernels, strides, pads = _pooling(func, kernel_size, stride, padding)
     spatial = len(kernels)
     lengths = input.shape[-spatial:]
-    outputs = [slid(n, k, s, (p, p), 1, ceil_mode) for n, k, s, p in zip(lengths, kernels, strides, pads, strict=True)]
-    cut = Neighbourhood(course, func, input, spatial, outputs)
+    outputs = [
+        output_rows(n, k, s, (p, p), 1, ceil_mode) for n, k, s, p in zip(lengths, kernels, strides, pads, strict=True)
+    ]
+    cut = Neighbourhood(tiled, func, input, spatial, outputs)
     if not cut.possible:
         more = () if spatial == 1 else (divisor_override,)
         return cut.on_whole(func, kernel_size, stride, padding, ceil_mode, count_include_pad, *more)
-    wants = cut.wants(lambda i, n, m, parts: sliding(n, m, parts, kernels[i], strides[i], pads[i], 1))
+    needed = cut.needed(lambda i, n, m, parts: sliding(n, m, parts, kernels[i], strides[i], pads[i], 1))
     # Along the dims that are not cut: padding, and what the last window overhangs.
     each_dim = list(zip(lengths, outputs, kernels, strides, pads, strict=True))
     overhangs = [(m - 1) * s + k - n - p for n, m, k, s, p in each_dim]
@@ -285,7 +287,7 @@ def average_pool(
                 mean = mean * torch.tensor([k / count for count in own], dtype=x.dtype).view(shape)
         return mean
 
-    return cut.run(wants, op)
+    return cut.run(needed, op)
 
 
 def _pooling(func: Func, kernel_size: Any, stride: Any, padding: Any) -> tuple[tuple[int, ...], ...]:
@@ -305,13 +307,13 @@ def _counted(start: int, kernel: int, length: int, padding: int, with_padding: b
 
 
 def pad(
-    course: Any, func: Func, input: torch.Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
+    tiled: Any, func: Func, input: torch.Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
 ) -> Any:
     if not isinstance(input, Tile) or mode != "constant":
         return NotImplemented
     amounts = [(pad[i], pad[i + 1]) for i in range(0, len(pad), 2)]
     pads = [(0, 0)] * (input.dim() - len(amounts)) + amounts[::-1]
-    axes = course.grid.axes
+    axes = tiled.grid.axes
     outputs = tuple(n + sum(pads[dim]) for n, dim in zip(input.lengths, input.dims, strict=True))
     if any(m < axis.parts for m, axis in zip(outputs, axes, strict=True)):
         return NotImplemented
@@ -327,4 +329,4 @@ def pad(
     for dim, pair in enumerate(pads):
         if dim not in input.dims:
             x = pad_one(x, dim, pair, fill)
-    return Tile(x, input.dims, outputs, course)
+    return Tile(x, input.dims, outputs, tiled)

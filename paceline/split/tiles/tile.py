@@ -13,11 +13,11 @@ import torch
 
 from paceline.errors import ModelError
 from paceline.exchange.mailboxes import DeviceGroup, Peers
-from paceline.split.tiles.windows import ranges
+from paceline.split.tiles.needed_rows import ranges
 from paceline.split.values import Tiles
 
 if TYPE_CHECKING:
-    from paceline.split.tiles.course import TiledForward
+    from paceline.split.tiles.tiled_forward import TiledForward
 
 
 class Axis:
@@ -50,22 +50,22 @@ class Tile(torch.Tensor):
     local: torch.Tensor
     dims: tuple[int, ...]
     lengths: tuple[int, ...]  # of the whole, along these
-    course: TiledForward
+    tiled: TiledForward
 
     @staticmethod
     def __new__(
-        cls: type[Tile], local: torch.Tensor, dims: tuple[int, ...], lengths: tuple[int, ...], course: TiledForward
+        cls: type[Tile], local: torch.Tensor, dims: tuple[int, ...], lengths: tuple[int, ...], tiled: TiledForward
     ) -> Tile:
         shape = list(local.shape)
         for dim, length in zip(dims, lengths, strict=True):
             shape[dim] = length
         tile: Tile = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
-        tile.local, tile.dims, tile.lengths, tile.course = local, dims, lengths, course
+        tile.local, tile.dims, tile.lengths, tile.tiled = local, dims, lengths, tiled
         return tile
 
     def like(self, local: torch.Tensor) -> Tile:
         """Another tensor, cut as this one is."""
-        return Tile(local, self.dims, self.lengths, self.course)
+        return Tile(local, self.dims, self.lengths, self.tiled)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Tile({tuple(self.local.shape)} of {self.lengths} along dims {self.dims})"
@@ -76,7 +76,7 @@ class Tile(torch.Tensor):
     ) -> Any:
         tile = find((*args, *(kwargs or {}).values()))
         assert tile is not None
-        return tile.course.run(func, args, kwargs or {})
+        return tile.tiled.run(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -7,8 +7,9 @@
 Backward is the mirror image: the last device begins with the last block. What is below and above the recurrent module
 is computed by all devices alike, so its output and the gradient of its input go to all of them.
 
-`layers` is the arithmetic of one layer at one block, `wave` the order in which devices work and what they send, `calls`
-how a module's own forward comes to do that, `cut` who has which layers.
+`layers` is the arithmetic of one layer at one block, on rows that `time_blocks` counts, with matrices that are packed
+once (`packed_matrix`). `wave` is the order in which devices work and what they send, `recurrent_module` how a module's
+own forward comes to do that, `cut` who has which layers.
 """
 
 from paceline.split.wavefront.cut import WavefrontCut

@@ -12,7 +12,7 @@ from paceline.exchange.mailboxes import Peers
 from paceline.optim.models import own_state
 from paceline.split.cut import SAME, WHOLE, Cut, Example, TensorPart
 from paceline.split.values import Wavefront
-from paceline.split.wavefront.calls import Recurrent
+from paceline.split.wavefront.recurrent_module import RecurrentModule
 
 
 class WavefrontCut(Cut):
@@ -35,7 +35,7 @@ class WavefrontCut(Cut):
                     for weight in module._all_weights[layer]:
                         self._device_of[f"{name}.{weight}" if name else weight] = device
                 if device == self.peers.rank:
-                    recurrent = Recurrent(name or "the model", module, own, self.peers, self._split.time_block)
+                    recurrent = RecurrentModule(name or "the model", module, own, self.peers, self._split.time_block)
                     recurrent.replace_forward(compiled=given is not model)
 
     def _stacked(self, model: nn.Module) -> dict[str, nn.RNNBase]:

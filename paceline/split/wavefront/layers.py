@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paceline.split.wavefront.products import Packed
-from paceline.split.wavefront.steps import TimeBlocks
+from paceline.split.wavefront.packed_matrix import PackedMatrix
+from paceline.split.wavefront.time_blocks import TimeBlocks
 
 Tensor = torch.Tensor
 _aten = torch.ops.aten
@@ -38,7 +38,7 @@ class Weights(NamedTuple):
         return cls(ih, hh, *others) if bias else cls(ih, hh, None, None, *others)
 
 
-class Layer:
+class RecurrentLayer:
     """One layer's way through the blocks of one call. Kinds differ in a step, and in a step of backward."""
 
     def __init__(self, weights: Weights, states: Sequence[Tensor], steps: TimeBlocks, *, keep: bool) -> None:
@@ -46,8 +46,8 @@ class Layer:
         self.weights = weights
         self._hidden = weights.hh.size(0) // self.gates
         self._batch = len(states[0])
-        self._hh = Packed(weights.hh, self._batch)
-        self._ih = Packed(weights.ih, self._batch)
+        self._hh = PackedMatrix(weights.hh, self._batch)
+        self._ih = PackedMatrix(weights.ih, self._batch)
         self._steps = steps
         self._keep = keep
         self._states = list(states)
@@ -99,8 +99,8 @@ class Layer:
         self._of_finals = finals
         self._of_states = [final[:0] for final in finals]
         rows = self._steps.count
-        self._hh_back = Packed(self.weights.hh.t(), self._batch)
-        self._ih_back = Packed(self.weights.ih.t(), self._batch)
+        self._hh_back = PackedMatrix(self.weights.hh.t(), self._batch)
+        self._ih_back = PackedMatrix(self.weights.ih.t(), self._batch)
         self._of_input_gates = self._of_hidden_gates = finals[0].new_empty(rows, self.gates * self._hidden)
 
     def backward(self, dy: Tensor, block: range, *, wanted: bool) -> Tensor | None:
@@ -146,7 +146,7 @@ class Layer:
         raise NotImplementedError
 
 
-class LSTM(Layer):
+class LSTM(RecurrentLayer):
     gates = 4  # in, forget, cell, out
 
     def begin_backward(self, finals: Sequence[Tensor]) -> None:
@@ -190,7 +190,7 @@ class LSTM(Layer):
         return torch.cat(self._of_outputs).t() @ torch.cat([kept[4] for kept in reversed(self._kept)])
 
 
-class GRU(Layer):
+class GRU(RecurrentLayer):
     gates = 3  # reset, update, new
 
     def _input_bias(self) -> Tensor | None:
@@ -225,7 +225,7 @@ class GRU(Layer):
         self._of_states = [self._hh_back.times_plus(of_hidden, dh * z)]
 
 
-class Tanh(Layer):
+class Tanh(RecurrentLayer):
     def _step(self, gates: Tensor, y: Tensor) -> tuple[Any, ...]:
         (h,) = self._states
         torch.tanh(self._hh.times_plus(h, gates), out=y)
@@ -237,7 +237,7 @@ class Tanh(Layer):
         self._of_states = [self._hh_back.times(of_hidden)]
 
 
-class Relu(Layer):
+class Relu(RecurrentLayer):
     def _step(self, gates: Tensor, y: Tensor) -> tuple[Any, ...]:
         (h,) = self._states
         torch.clamp_min(self._hh.times_plus(h, gates), 0, out=y)

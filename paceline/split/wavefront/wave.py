@@ -17,8 +17,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from paceline.exchange.mailboxes import Peers
-from paceline.split.wavefront.layers import Layer, Weights
-from paceline.split.wavefront.steps import TimeBlocks
+from paceline.split.wavefront.layers import RecurrentLayer, Weights
+from paceline.split.wavefront.time_blocks import TimeBlocks
 
 Tensor = torch.Tensor
 
@@ -29,7 +29,7 @@ class Wave:
     def __init__(
         self,
         peers: Peers,
-        kind: type[Layer],
+        kind: type[RecurrentLayer],
         own: range,
         steps: TimeBlocks,
         time_block: int,
@@ -46,7 +46,7 @@ class Wave:
         self.blocks = steps.blocks(time_block)
         self.masks = masks
         self.keep = keep
-        self._at_work: list[Layer] = []
+        self._at_work: list[RecurrentLayer] = []
 
     @property
     def _others(self) -> list[int]:

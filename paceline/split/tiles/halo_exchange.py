@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from paceline.exchange.mailboxes import DeviceGroup
 from paceline.split.collectives import copied, reduced
+from paceline.split.tiles.needed_rows import NeededRows, Range, ranges
 from paceline.split.tiles.tile import Tile
-from paceline.split.tiles.windows import Range, Wants, ranges
 
 
 def overlap(one: Range, other: Range) -> Range | None:
@@ -53,13 +53,13 @@ def _as_laid_out(x: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
 class _Borrowed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, group: DeviceGroup, wants: Wants, value: float, pieces: Pieces
+        ctx: Any, x: torch.Tensor, group: DeviceGroup, needed: NeededRows, value: float, pieces: Pieces
     ) -> torch.Tensor:
-        ctx.group, ctx.wants, ctx.dim = group, wants, pieces.dim
+        ctx.group, ctx.needed, ctx.dim = group, needed, pieces.dim
         me, dim, peers = group.index, pieces.dim, group.peers
-        have, need = wants.have[me], wants.need[me]
+        have, need = needed.have[me], needed.need[me]
         for index, rank in enumerate(group.ranks):
-            if index != me and (rows := overlap(have, wants.need[index])):
+            if index != me and (rows := overlap(have, needed.need[index])):
                 peers.send(_rows(x, dim, have[0], rows), rank)
 
         def padding(count: int) -> None:
@@ -68,26 +68,26 @@ class _Borrowed(torch.autograd.Function):
                 shape[dim] = count
                 pieces.others.append(_as_laid_out(x, x.new_full(shape, value)))
 
-        padding(wants.before[me])
+        padding(needed.before[me])
         for index, rank in enumerate(group.ranks):
-            rows = overlap(wants.have[index], need)
+            rows = overlap(needed.have[index], need)
             if rows is not None and index == me:
                 pieces.own = rows[0] - have[0], rows[1] - rows[0]
                 pieces.others.append(None)
             elif rows is not None:
                 pieces.others.append(_as_laid_out(x, peers.receive(rank)))
-        padding(wants.after[me])
+        padding(needed.after[me])
         return pieces.join(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        group, wants, dim = ctx.group, ctx.wants, ctx.dim
+        group, needed, dim = ctx.group, ctx.needed, ctx.dim
         me, peers = group.index, group.peers
-        have, need = wants.have[me], wants.need[me]
-        origin = need[0] - wants.before[me]
+        have, need = needed.have[me], needed.need[me]
+        origin = need[0] - needed.before[me]
         for index, rank in enumerate(group.ranks):
-            if index != me and (rows := overlap(wants.have[index], need)):
+            if index != me and (rows := overlap(needed.have[index], need)):
                 peers.send(_rows(dy, dim, origin, rows), rank)
         kept = overlap(have, need)
         if kept == have:
@@ -99,7 +99,7 @@ class _Borrowed(torch.autograd.Function):
             if kept is not None:
                 _rows(dx, dim, have[0], kept).copy_(_rows(dy, dim, origin, kept))
         for index, rank in enumerate(group.ranks):
-            if index != me and (rows := overlap(have, wants.need[index])):
+            if index != me and (rows := overlap(have, needed.need[index])):
                 _rows(dx, dim, have[0], rows).add_(peers.receive(rank))
         return dx, None, None, None, None
 
@@ -133,7 +133,7 @@ def summed(x: torch.Tensor, group: DeviceGroup) -> torch.Tensor:
 def gathered(tile: Tile) -> torch.Tensor:
     """The whole."""
     x = tile.local
-    for axis, dim, length in reversed(list(zip(tile.course.grid.axes, tile.dims, tile.lengths, strict=True))):
+    for axis, dim, length in reversed(list(zip(tile.tiled.grid.axes, tile.dims, tile.lengths, strict=True))):
         x = _TilesGathered.apply(x, axis.group, dim, length)  # type: ignore[no-untyped-call]
     return x
 
@@ -142,12 +142,12 @@ class Widened:
     """The rows that an op needs, in one tensor. What backward needs of it is kept as the device's own tile, which is
     kept anyway, and the halo: it is put together again then. Otherwise every activation would be there twice."""
 
-    def __init__(self, tile: Tile, wants: list[Wants], value: float = 0.0) -> None:
+    def __init__(self, tile: Tile, needed: list[NeededRows], value: float = 0.0) -> None:
         self._source = tile.local
         self._version = tile.local._version
         self._joins: list[Pieces] = []
         x = tile.local
-        for axis, dim, of_axis in zip(tile.course.grid.axes, tile.dims, wants, strict=True):
+        for axis, dim, of_axis in zip(tile.tiled.grid.axes, tile.dims, needed, strict=True):
             if not of_axis.nothing_moves:
                 pieces = Pieces(dim)
                 x = _Borrowed.apply(x, axis.group, of_axis, value, pieces)  # type: ignore[no-untyped-call]

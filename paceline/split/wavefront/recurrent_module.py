@@ -15,15 +15,15 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.errors import DataError, ModelError
 from paceline.exchange.mailboxes import Peers
-from paceline.split.wavefront.layers import GRU, LSTM, Layer, Relu, Tanh
-from paceline.split.wavefront.steps import TimeBlocks
+from paceline.split.wavefront.layers import GRU, LSTM, RecurrentLayer, Relu, Tanh
+from paceline.split.wavefront.time_blocks import TimeBlocks
 from paceline.split.wavefront.wave import Wave, waved
 
 Tensor = torch.Tensor
-KINDS: dict[Any, type[Layer]] = {torch.lstm: LSTM, torch.gru: GRU, torch.rnn_tanh: Tanh, torch.rnn_relu: Relu}
+KINDS: dict[Any, type[RecurrentLayer]] = {torch.lstm: LSTM, torch.gru: GRU, torch.rnn_tanh: Tanh, torch.rnn_relu: Relu}
 
 
-class Recurrent:
+class RecurrentModule:
     """A recurrent module of several layers, as one device computes it."""
 
     def __init__(self, name: str, module: nn.RNNBase, own: range, peers: Peers, time_block: int) -> None:
@@ -52,7 +52,12 @@ class Recurrent:
         return len(weights) > 0 and weights[0] is self._module._flat_weights[0]
 
     def run(
-        self, kind: type[Layer], x: Tensor, sizes: Sequence[int], states: Sequence[Tensor], options: tuple[Any, ...]
+        self,
+        kind: type[RecurrentLayer],
+        x: Tensor,
+        sizes: Sequence[int],
+        states: Sequence[Tensor],
+        options: tuple[Any, ...],
     ) -> tuple[Tensor, ...]:
         """`x`: rows of all steps, `sizes` of each. `options`: as torch's function takes them."""
         weights, bias, layers, dropout, training = options[:5]
@@ -81,7 +86,7 @@ class Recurrent:
 class _Redirected(TorchFunctionMode):
     """Meanwhile torch's function for whole stacks, called with this module's weights, makes a wave."""
 
-    def __init__(self, recurrent: Recurrent) -> None:
+    def __init__(self, recurrent: RecurrentModule) -> None:
         super().__init__()
         self._recurrent = recurrent
 

@@ -10,13 +10,14 @@ from torch import nn
 from paceline.split.cut import Example
 from paceline.split.layout.atoms import Atom, Dims
 from paceline.split.layout.graph import Shapes, follow, on_meta
+from paceline.split.layout.graph_dims import GraphDims
 from paceline.split.layout.names import Names
-from paceline.split.layout.rules import Trace
+from paceline.split.layout.rules import rule_of
 from paceline.split.trace import Traced, tensors
 from paceline.torch_private import tree_leaves
 
 
-class Dimensions:
+class ModelDims:
     """The dims of a model's parameters and what they are called, from one or more ways of calling it."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -32,7 +33,7 @@ class Dimensions:
             self.parameters[name] = of.setdefault(tensor, [[Atom(size)] for size in tensor.shape])
         self._inputs: list[Dims] = []
 
-    def trace(self, example: Example, *, grad: bool) -> tuple[Traced, Trace]:
+    def trace(self, example: Example, *, grad: bool) -> tuple[Traced, GraphDims]:
         """The model called so, in the mode it is in, with all dims that are the same joined."""
         traced = follow(self._model, self._forward, example, grad=grad)
         for node in traced.graph.nodes:  # tensors that came from elsewhere have become attributes of the model
@@ -41,8 +42,8 @@ class Dimensions:
         for empty, module in zip(self.meta.modules(), self._model.modules(), strict=True):
             empty.training = module.training
         shapes = Shapes(self.meta, traced.graph).of(tensors(tree_leaves(example)))
-        found = Trace(self._model, traced.graph, shapes, self.parameters)
-        found.run()
+        found = GraphDims(self._model, traced.graph, shapes, self.parameters)
+        found.join(rule_of)
         self._inputs += found.inputs
         return traced, found
 

@@ -28,7 +28,7 @@ def ranges(length: int, parts: int) -> tuple[Range, ...]:
 
 
 @dataclass(frozen=True)
-class Wants:
+class NeededRows:
     """By device: the rows it has, those it needs, and how many lie before the first row and after the last one, where
     there is only padding."""
 
@@ -42,7 +42,7 @@ class Wants:
         return self.have == self.need and not any(self.before) and not any(self.after)
 
 
-def wanted(have: tuple[Range, ...], windows: Sequence[Range]) -> Wants:
+def needed_rows(have: tuple[Range, ...], windows: Sequence[Range]) -> NeededRows:
     """From windows that may reach beyond the input.
 
     >>> wanted(((0, 4), (4, 7)), [(-1, 5), (3, 8)])
@@ -55,20 +55,20 @@ def wanted(have: tuple[Range, ...], windows: Sequence[Range]) -> Wants:
         need.append((start, stop))
         before.append(min(max(-low, 0), high - low))
         after.append(high - low - before[-1] - (stop - start))
-    return Wants(have, tuple(need), tuple(before), tuple(after))
+    return NeededRows(have, tuple(need), tuple(before), tuple(after))
 
 
 @lru_cache(maxsize=4096)
-def sliding(length: int, outputs: int, parts: int, kernel: int, stride: int, before: int, dilation: int) -> Wants:
+def sliding(length: int, outputs: int, parts: int, kernel: int, stride: int, before: int, dilation: int) -> NeededRows:
     """What a convolution or a pooling needs, `before` rows of padding being in front."""
     reach = dilation * (kernel - 1) + 1
     windows = [
         (start * stride - before, (stop - 1) * stride - before + reach) for start, stop in ranges(outputs, parts)
     ]
-    return wanted(ranges(length, parts), windows)
+    return needed_rows(ranges(length, parts), windows)
 
 
-def slid(length: int, kernel: int, stride: int, padding: Range, dilation: int, ceil: bool = False) -> int:
+def output_rows(length: int, kernel: int, stride: int, padding: Range, dilation: int, ceil: bool = False) -> int:
     """How many rows a convolution or a pooling gives.
 
     >>> slid(7, 3, 2, (1, 1), 1), slid(8, 3, 2, (0, 0), 1), slid(8, 3, 2, (0, 0), 1, ceil=True)
@@ -87,7 +87,7 @@ def slid(length: int, kernel: int, stride: int, padding: Range, dilation: int, c
 class Spread:
     """What a transposed convolution needs, and by device which rows of what it then gives are its own."""
 
-    wants: Wants
+    needed: NeededRows
     starts: tuple[int, ...]
 
 
@@ -101,4 +101,4 @@ def spreading(length: int, outputs: int, parts: int, kernel: int, stride: int, b
         last = min(length - 1, (stop - 1 + before) // stride)
         windows.append((first, max(first, last + 1)))
         starts.append(start - (first * stride - before))
-    return Spread(wanted(ranges(length, parts), windows), tuple(starts))
+    return Spread(needed_rows(ranges(length, parts), windows), tuple(starts))

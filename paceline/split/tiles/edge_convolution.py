@@ -21,7 +21,7 @@ from paceline.exchange.mailboxes import DeviceGroup
 
 
 @dataclass(frozen=True)
-class Shape:
+class ConvolutionShape:
     """Of a convolution with strides of one: how far it reaches along the dim that is cut, and what torch is told."""
 
     dim: int
@@ -37,7 +37,7 @@ class Shape:
 
 
 def convolved(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: DeviceGroup, shape: Shape
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: DeviceGroup, shape: ConvolutionShape
 ) -> torch.Tensor:
     """The rows of this device, of a convolution over the tiles of the group."""
     return _Convolved.apply(x, weight, bias, group, shape)  # type: ignore[no-untyped-call, no-any-return]
@@ -46,7 +46,12 @@ def convolved(
 class _Convolved(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: DeviceGroup, shape: Shape
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        group: DeviceGroup,
+        shape: ConvolutionShape,
     ) -> torch.Tensor:
         for rank, first in _neighbours(group):
             group.peers.send(_edge(x, shape, first), rank)
@@ -89,12 +94,12 @@ def _neighbours(group: DeviceGroup) -> Iterator[tuple[int, bool]]:
         yield group.ranks[group.index + 1], False
 
 
-def _edge(x: torch.Tensor, shape: Shape, first: bool) -> torch.Tensor:
+def _edge(x: torch.Tensor, shape: ConvolutionShape, first: bool) -> torch.Tensor:
     """The rows of a tile that see a neighbour's, and that a neighbour sees: the first, or the last."""
     return x.narrow(shape.dim, 0 if first else x.size(shape.dim) - shape.reach, shape.reach)
 
 
-def _strip(halo: torch.Tensor, shape: Shape, first: bool) -> torch.Tensor:
+def _strip(halo: torch.Tensor, shape: ConvolutionShape, first: bool) -> torch.Tensor:
     """A neighbour's rows, and zeros in the place of so many own ones as the rows at the edge look at."""
     size = list(halo.shape)
     size[shape.dim] *= 3
@@ -104,7 +109,7 @@ def _strip(halo: torch.Tensor, shape: Shape, first: bool) -> torch.Tensor:
 
 
 def _run(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, shape: Shape, padding: tuple[int, ...]
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, shape: ConvolutionShape, padding: tuple[int, ...]
 ) -> torch.Tensor:
     ones = [1] * len(padding)
     return torch.convolution(x, weight, bias, ones, padding, shape.dilation, False, [0] * len(padding), shape.groups)
@@ -115,7 +120,7 @@ def _backward(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: list[int] | None,
-    shape: Shape,
+    shape: ConvolutionShape,
     padding: tuple[int, ...],
     wants_x: bool,
     wants_weight: bool,

@@ -1,10 +1,10 @@
-"""The course of a forward over tiles: every torch function that the model calls comes here.
+"""A forward over tiles: every torch function that the model calls comes here.
 
     on tiles, and known        done on this device's part (`OPS`)
     on tiles, and not known    the tiles are gathered, and it is done on the whole, on every device alike
     on a whole image           a convolution or a pooling cuts it (`CUTS`); anything else is done as ever
 
-Before training the course is only looked at, once: whether anything is cut at all, and which parameters are used only
+Before training there is one dry run, which shows whether anything is cut at all, and which parameters are used only
 after all that is cut. Their gradients are the first device's alone, so the others need not bring theirs.
 """
 
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.errors import ModelError
 from paceline.split.tiles import norms, pointwise, reductions, resize, spatial
-from paceline.split.tiles.moving import gathered
+from paceline.split.tiles.halo_exchange import gathered
 from paceline.split.tiles.tile import Grid, Tile, find
 from paceline.torch_private import tree_map
 
@@ -72,8 +72,8 @@ REFUSED = frozenset(
 )
 
 
-class Looked:
-    """What the one look at the course has shown."""
+class DryRun:
+    """What the dry run has shown."""
 
     def __init__(self) -> None:
         self.cuts = False
@@ -106,16 +106,16 @@ class Looked:
 
 
 class TiledForward(TorchFunctionMode):
-    """Around a forward of the model."""
+    """Stands around each forward of the model, as a context manager, and runs what the model calls on tiles."""
 
     def __init__(self, grid: Grid) -> None:
         super().__init__()
         self.grid = grid
-        self.looked = Looked()
-        self.looking = False
+        self.dry_run = DryRun()
+        self.is_dry_run = False
         self.head: set[nn.Parameter] = set()  # used only after all that is cut
         self.in_head = False
-        self.where: list[str] = []  # while looking: the module that is running, and those around it
+        self.where: list[str] = []  # in the dry run: the module that is running, and those around it
 
     def __torch_function__(
         self, func: Func, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -159,8 +159,8 @@ class TiledForward(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def _note(self, args: Any, kwargs: dict[str, Any], *, on_tiles: bool) -> None:
-        if self.looking:
-            self.looked.step(args, kwargs, on_tiles=on_tiles)
+        if self.is_dry_run:
+            self.dry_run.step(args, kwargs, on_tiles=on_tiles)
         elif self.head and torch.is_grad_enabled():
             if on_tiles and self.in_head:
                 self.changed_its_way(None)
@@ -182,13 +182,13 @@ class TiledForward(TorchFunctionMode):
 
     def whole(self, tile: Tile, func: Func) -> torch.Tensor:
         """All of it, for `func`."""
-        if self.looking:
-            self.looked.gathers(self.where[-1] if self.where else "", func.__name__)
+        if self.is_dry_run:
+            self.dry_run.gathers(self.where[-1] if self.where else "", func.__name__)
         return gathered(tile)
 
     def cannot_cut(self, func: Func, why: str) -> None:
-        if self.looking and self.looked.why_not is None:
-            self.looked.why_not = self.where[-1] if self.where else "", func.__name__, why
+        if self.is_dry_run and self.dry_run.why_not is None:
+            self.dry_run.why_not = self.where[-1] if self.where else "", func.__name__, why
 
     def changed_its_way(self, module: nn.Module | None) -> NoReturn:
         raise ModelError(

@@ -12,7 +12,7 @@ from paceline.errors import ModelError
 from paceline.torch_private import tree_leaves
 
 
-class Outside(TorchFunctionMode):
+class LossCheck(TorchFunctionMode):
     """Refuses operators on these parameters, but for those of the model's forward."""
 
     def __init__(self, cut: Collection[torch.Tensor]) -> None:

@@ -13,7 +13,7 @@ from paceline.seeds import mixed
 from paceline.split.trace import Traced
 
 
-class Dice:
+class OperationSeeds:
     """Random numbers that follow from the micro-batch and the operation, and not from who does it: where a model is
     cut makes no difference to its dropout."""
 
@@ -21,7 +21,7 @@ class Dice:
         """None: whatever comes next."""
         self._seed = seed
 
-    def throw(self, number: int) -> None:
+    def begin(self, number: int) -> None:
         if self._seed is not None:
             torch.default_generator.manual_seed(mixed(self._seed, number))
 
@@ -57,10 +57,10 @@ class StageModule:
         taken = [node for group in self.takes.values() for node in group]
         self._module, self._arguments = _build(model, traced, own, taken, self._keeps, set(random))
 
-    def run(self, values: dict[fx.Node, Any], dice: Dice) -> None:
+    def run(self, values: dict[fx.Node, Any], seeds: OperationSeeds) -> None:
         """`values` has inputs of the model and what came from other stages, and gets what others need."""
         arguments = [values.get(node) for node in self._arguments]
-        values.update(zip(self._keeps, self._module.forward(dice, *arguments), strict=True))
+        values.update(zip(self._keeps, self._module.forward(seeds, *arguments), strict=True))
 
     def output(self, values: dict[fx.Node, Any], model: nn.Module) -> Any:
         """What the model returns."""
@@ -103,9 +103,9 @@ def _build(
     keeps: Sequence[fx.Node],
     random: set[int],
 ) -> tuple[nn.Module, list[fx.Node]]:
-    """A module of these operations, and the values it is called with after the dice."""
+    """A module of these operations, and the values it is called with after the seeds."""
     graph = fx.Graph()
-    dice = graph.placeholder("dice")
+    seeds = graph.placeholder("seeds")
     number_of = {node: number for number, node in enumerate(traced.nodes)}
     mine = set(own)
     outside = {source: None for node in own for source in node.all_input_nodes if source not in mine}
@@ -115,7 +115,7 @@ def _build(
     copies |= {node: graph.node_copy(node) for node in outside if node.op == "get_attr"}
     for node in own:
         if number_of[node] in random:
-            graph.call_method("throw", (dice, number_of[node]))
+            graph.call_method("begin", (seeds, number_of[node]))
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in keeps))
     return fx.GraphModule(model, graph, "Stage"), arguments

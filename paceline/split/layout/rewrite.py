@@ -16,7 +16,6 @@ from __future__ import annotations
 import inspect
 import math
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,74 +23,34 @@ from torch import fx, nn
 
 from paceline.errors import ModelError
 from paceline.exchange.mailboxes import DeviceGroup
-from paceline.split.collectives import bounds, copied, reduced
-from paceline.split.layout import local
+from paceline.split.collectives import copied, reduced
+from paceline.split.layout import on_parts
 from paceline.split.layout.atoms import Atom, Dim, leaves
-from paceline.split.layout.rules import Op, Trace, flat_dims
+from paceline.split.layout.axes import Axes, Cuts, Usage
+from paceline.split.layout.graph_dims import GraphDims, Op, flat_dims
 from paceline.torch_private import tree_flatten, tree_unflatten
 
-Cuts = dict[Atom, str]  # atoms that are in parts, and the axis
 
+class GraphRewriter:
+    """Rewrites a graph, of which the dims are known, for this device."""
 
-class Axes:
-    """The mesh as this device sees it: its group along each axis, and which atoms lie along which."""
-
-    def __init__(self, groups: dict[str, DeviceGroup], cuts: Cuts) -> None:
-        self.groups = groups
-        self._cuts = cuts
-
-    def of(self, atom: Atom) -> str | None:
-        return self._cuts.get(atom.find())
-
-    def cuts(self, dims: Sequence[Dim]) -> Cuts:
-        return {leaf: axis for dim in dims for leaf in leaves(dim) if (axis := self.of(leaf)) is not None}
-
-    def range(self, atom: Atom) -> tuple[int, int]:
-        """This device's part of an atom."""
-        axis = self.of(atom)
-        if axis is None:
-            return 0, atom.size
-        group = self.groups[axis]
-        edges = bounds(atom.size, group.count)
-        return edges[group.index], edges[group.index + 1]
-
-    def part(self, atom: Atom) -> int:
-        start, stop = self.range(atom)
-        return stop - start
-
-
-class Usage:
-    """How parameters are used: along which axes a device's gradient is a summand, and along which all have the same."""
-
-    def __init__(self) -> None:
-        self.summand: dict[str, set[str]] = {}
-        self.alike: dict[str, set[str]] = {}
-
-    def note(self, name: str, axes: Axes, own: Cuts, working: set[str]) -> None:
-        for axis in axes.groups:
-            if axis not in own.values():
-                (self.summand if axis in working else self.alike).setdefault(name, set()).add(axis)
-
-
-class Planner:
-    """Rewrites the graph of a trace for this device."""
-
-    def __init__(self, trace: Trace, axes: Axes, usage: Usage) -> None:
-        self._trace = trace
-        self._graph = trace.graph
+    def __init__(self, dims: GraphDims, axes: Axes, usage: Usage) -> None:
+        self._graph_dims = dims
+        self._graph = dims.graph
         self._axes = axes
         self._usage = usage
         self._cut: dict[fx.Node, Cuts] = {}
         self._known: dict[tuple[Any, ...], fx.Node] = {}  # what was made of a node already
 
     def rewrite(self) -> fx.GraphModule:
+        """Returns what this device runs in the place of the model's forward."""
         for node in list(self._graph.nodes):
-            op = self._trace.ops[node]
+            op = self._graph_dims.ops[node]
             if node.op == "placeholder":
                 self._cut[node] = {}
             elif node.op == "get_attr":
                 self._cut[node] = (
-                    self._axes.cuts(flat_dims(op.out)) if str(node.target) in self._trace.parameters else {}
+                    self._axes.cuts(flat_dims(op.out)) if str(node.target) in self._graph_dims.parameters else {}
                 )
             elif node.op == "output":
                 self._put_all_together(node)
@@ -100,7 +59,7 @@ class Planner:
             else:
                 self._operator(node, op)
         self._graph.lint()
-        return fx.GraphModule(self._trace.model, self._graph)
+        return fx.GraphModule(self._graph_dims.model, self._graph)
 
     # ── an operator ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -117,7 +76,9 @@ class Planner:
                         f"{self._what(node)} cannot be cut along that dim; leave it out of the layout, or name this "
                         "one otherwise (dims)",
                     )
-        operands = [operand for operand in node.all_input_nodes if isinstance(self._trace.dims[operand], (list, tuple))]
+        operands = [
+            operand for operand in node.all_input_nodes if isinstance(self._graph_dims.dims[operand], (list, tuple))
+        ]
         target: Cuts = {}
         for cuts in (*own.values(), *(self._cut[operand] for operand in operands)):
             target |= {atom: axis for atom, axis in cuts.items() if atom not in needed}
@@ -130,23 +91,23 @@ class Planner:
         for operand, fitted in new.items():
             node.replace_input_with(operand, fitted)
         for operand in operands:
-            if operand.op == "get_attr" and str(operand.target) in self._trace.parameters:
-                self._usage.note(self._trace.first_name(str(operand.target)), axes, self._cut[operand], working)
+            if operand.op == "get_attr" and str(operand.target) in self._graph_dims.parameters:
+                self._usage.note(self._graph_dims.first_name(str(operand.target)), axes, self._cut[operand], working)
         summed = {leaf for dim in op.summed for leaf in leaves(dim)}
         over = [target[atom] for atom in target if atom in summed]
         out_atoms = {leaf for dim in flat_dims(op.out) for leaf in leaves(dim)}
         for name, cuts in own.items():
             # What is added after the sum is not part of the summands.
             late = set(over) if name in op.late else set()
-            self._usage.note(self._trace.first_name(f"{node.target}.{name}"), axes, cuts, working - late)
+            self._usage.note(self._graph_dims.first_name(f"{node.target}.{name}"), axes, cuts, working - late)
         result = self._local(node, op, target, over)
         cut = {atom: axis for atom, axis in target.items() if atom in out_atoms}
         self._cut[result] = cut
         if result is not node:
-            self._trace.dims[result] = self._trace.dims[node]
+            self._graph_dims.dims[result] = self._graph_dims.dims[node]
 
     def _what(self, node: fx.Node) -> str:
-        return type(self._trace.module(node)).__name__ if node.op == "call_module" else str(node.target)
+        return type(self._graph_dims.module(node)).__name__ if node.op == "call_module" else str(node.target)
 
     def _check_axes(self, node: fx.Node, op: Op, target: Cuts) -> None:
         dims = [*op.parameters.values(), *([op.out] if isinstance(op.out, list) else op.out)]
@@ -163,7 +124,7 @@ class Planner:
 
     def _fitted(self, operand: fx.Node, needed: set[Atom], target: Cuts, working: set[str]) -> fx.Node:
         """The operand with the parts that the operator works on."""
-        dims = self._trace.dims[operand]
+        dims = self._graph_dims.dims[operand]
         if isinstance(dims, tuple):
             return operand
         cut = dict(self._cut[operand])
@@ -173,15 +134,15 @@ class Planner:
                 if leaf in cut and leaf in needed:
                     inner = self._inner(dim, leaf, cut)
                     group = self._axes.groups[cut.pop(leaf)]
-                    found = self._once(found, local.put_together, group, number, self._axes.part(leaf), inner)
+                    found = self._once(found, on_parts.put_together, group, number, self._axes.part(leaf), inner)
                 elif leaf in target and leaf not in cut:
                     inner = self._inner(dim, leaf, cut)
                     cut[leaf] = target[leaf]
                     found = self._once(
-                        found, local.take_part, self._axes.groups[target[leaf]], number, leaf.size, inner
+                        found, on_parts.take_part, self._axes.groups[target[leaf]], number, leaf.size, inner
                     )
         self._keep(operand, found, cut)
-        value = self._trace.values.get(operand.name)
+        value = self._graph_dims.values.get(operand.name)
         if operand.op != "get_attr" and isinstance(value, torch.Tensor) and value.is_floating_point():
             for axis in self._axes.groups:
                 if axis in working and axis not in cut.values():
@@ -191,8 +152,8 @@ class Planner:
 
     def _keep(self, origin: fx.Node, made: fx.Node, cut: Cuts) -> None:
         self._cut[made] = cut
-        self._trace.dims[made] = self._trace.dims[origin]
-        self._trace.values.setdefault(made.name, self._trace.values.get(origin.name))
+        self._graph_dims.dims[made] = self._graph_dims.dims[origin]
+        self._graph_dims.values.setdefault(made.name, self._graph_dims.values.get(origin.name))
 
     def _inner(self, dim: Dim, leaf: Atom, cut: Cuts) -> int:
         atoms = leaves(dim)
@@ -243,19 +204,19 @@ class Planner:
     def _behind(self, found: fx.Node, node: fx.Node, group: DeviceGroup) -> fx.Node:
         summed = self._call(reduced, (found, group))
         found.replace_all_uses_with(summed, delete_user_cb=lambda user: user is not summed)
-        self._trace.ops[summed] = self._trace.ops[node]
+        self._graph_dims.ops[summed] = self._graph_dims.ops[node]
         return summed
 
     def _replaced(self, node: fx.Node, function: Any, arguments: tuple[Any, ...]) -> fx.Node:
         with self._graph.inserting_before(node):
             made = self._call(function, arguments)
         node.replace_all_uses_with(made)
-        self._trace.values[made.name] = self._trace.values[node.name]
+        self._graph_dims.values[made.name] = self._graph_dims.values[node.name]
         self._graph.erase_node(node)
         return made
 
     def _own(self, node: fx.Node, name: str) -> fx.Node | None:
-        if name not in self._trace.ops[node].parameters:
+        if name not in self._graph_dims.ops[node].parameters:
             return None
         with self._graph.inserting_before(node):
             return self._graph.get_attr(f"{node.target}.{name}")
@@ -265,17 +226,17 @@ class Planner:
 
     def _linear(self, node: fx.Node, op: Op, target: Cuts, groups: Any) -> tuple[Any, tuple[Any, ...]]:
         shape = tuple(self._size(dim) for dim in op.parameters["weight"])
-        return local.linear, (node.args[0], self._own(node, "weight"), self._own(node, "bias"), shape, groups)
+        return on_parts.linear, (node.args[0], self._own(node, "weight"), self._own(node, "bias"), shape, groups)
 
     def _conv(self, node: fx.Node, op: Op, target: Cuts, groups: Any) -> tuple[Any, tuple[Any, ...]]:
-        module: Any = self._trace.module(node)
+        module: Any = self._graph_dims.module(node)
         count = 1 if module.groups == 1 else self._size(op.parameters["weight"][0])
         weight, bias = self._own(node, "weight"), self._own(node, "bias")
-        real = self._trace.module(node)
-        return local.convolve, (node.args[0], weight, bias, real, count, groups)
+        real = self._graph_dims.module(node)
+        return on_parts.convolve, (node.args[0], weight, bias, real, count, groups)
 
     def _embedding(self, node: fx.Node, op: Op, target: Cuts, groups: Any) -> tuple[Any, tuple[Any, ...]]:
-        module: Any = self._trace.module(node)
+        module: Any = self._graph_dims.module(node)
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             raise ModelError(
                 "layout", str(node.target), "an embedding with max_norm, by frequency or sparse is not cut"
@@ -283,17 +244,17 @@ class Planner:
         (atom, *inner) = leaves(op.parameters["weight"][0])
         if inner:
             raise ModelError("layout", str(node.target), "the rows of this embedding are reshaped, and cannot be cut")
-        real = self._trace.module(node)
-        return local.look_up, (node.args[0], self._own(node, "weight"), real, self._axes.range(atom)[0], groups)
+        real = self._graph_dims.module(node)
+        return on_parts.look_up, (node.args[0], self._own(node, "weight"), real, self._axes.range(atom)[0], groups)
 
     def _layer_norm(self, node: fx.Node, op: Op, target: Cuts, groups: Any) -> tuple[Any, tuple[Any, ...]]:
-        module: Any = self._trace.module(node)
+        module: Any = self._graph_dims.module(node)
         cut = [leaf for leaf in leaves(op.out[-1]) if leaf in target]
         weight, bias = self._own(node, "weight"), self._own(node, "bias")
         if not cut:
             return torch.nn.functional.layer_norm, (node.args[0], module.normalized_shape, weight, bias, module.eps)
         group = self._axes.groups[target[cut[0]]]
-        return local.layer_norm, (node.args[0], weight, bias, module.eps, module.normalized_shape[0], group)
+        return on_parts.layer_norm, (node.args[0], weight, bias, module.eps, module.normalized_shape[0], group)
 
     def _dropout(self, node: fx.Node, op: Op, target: Cuts, groups: Any) -> tuple[Any, tuple[Any, ...]]:
         cuts = tuple(
@@ -303,17 +264,17 @@ class Planner:
             if leaf in target
         )
         if node.op == "call_module":
-            return local.dropout_module, (node.args[0], self._trace.module(node), cuts)
+            return on_parts.dropout_module, (node.args[0], self._graph_dims.module(node), cuts)
         bound = dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)) | dict(node.kwargs)
-        return local.dropout, (node.args[0], bound.get("p", 0.5), bound.get("training", True), cuts)
+        return on_parts.dropout, (node.args[0], bound.get("p", 0.5), bound.get("training", True), cuts)
 
     def _heads(self, node: fx.Node, op: Op, target: Cuts, groups: Any) -> tuple[Any, tuple[Any, ...]]:
         names = list(inspect.signature(nn.MultiheadAttention.forward).parameters)[1:]
         options = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
         q, k, v = (options.pop(name) for name in names[:3])
         _, heads, _ = leaves(op.parameters["in_proj_weight"][0])
-        real = self._trace.module(node)
-        return local.attend, (q, k, v, real, self._axes.part(heads), groups, options)
+        real = self._graph_dims.module(node)
+        return on_parts.attend, (q, k, v, real, self._axes.part(heads), groups, options)
 
     def _pieces(self, node: fx.Node, op: Op, target: Cuts, groups: Any) -> tuple[Any, tuple[Any, ...]]:
         dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
@@ -321,8 +282,8 @@ class Planner:
 
     def _reshape(self, node: fx.Node, op: Op, target: Cuts, groups: Any) -> tuple[Any, tuple[Any, ...]]:
         """Sizes follow from the atoms, where these are a model's own; others, of a batch, are what they are."""
-        source = self._trace.of(node.args[0])
-        given = list(self._trace.values[node.name].shape)
+        source = self._graph_dims.of(node.args[0])
+        given = list(self._graph_dims.values[node.name].shape)
         asked: Any = node.args[1:]
         if len(asked) == 1 and isinstance(asked[0], (tuple, list)):
             asked = asked[0]
@@ -339,14 +300,14 @@ class Planner:
                     shape.append(self._graph.call_method("size", (node.args[0], at)))
             else:
                 shape.append(-1 if -1 not in shape else given[number])
-        return local.view, (node.args[0], tuple(shape))
+        return on_parts.view, (node.args[0], tuple(shape))
 
     # ── the rest ─────────────────────────────────────────────────────────────────────────────────────────
 
     def _plain_numbers(self, node: fx.Node) -> None:
         """Sizes and the like: a model that asks for them expects those of whole tensors."""
         for operand in node.all_input_nodes:
-            dims = self._trace.dims[operand]
+            dims = self._graph_dims.dims[operand]
             if not isinstance(dims, list) or not self._cut.get(operand):
                 continue
             fixed = self._whole_sizes(node, dims)
@@ -355,7 +316,7 @@ class Planner:
                     which = node.args[1] if node.target == "size" and len(node.args) > 1 else None
                     made = self._call(_sizes, (operand, fixed, which))
                 node.replace_all_uses_with(made)
-                self._trace.dims[made] = None
+                self._graph_dims.dims[made] = None
                 self._cut[made] = {}
                 self._graph.erase_node(node)
                 return
@@ -373,7 +334,7 @@ class Planner:
 
     def _put_all_together(self, node: fx.Node) -> None:
         for operand in list(node.all_input_nodes):
-            dims = self._trace.dims[operand]
+            dims = self._graph_dims.dims[operand]
             if isinstance(dims, list) and self._cut.get(operand):
                 needed = set(self._cut[operand])
                 with self._graph.inserting_before(node):

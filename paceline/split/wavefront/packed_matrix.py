@@ -13,7 +13,7 @@ Tensor = torch.Tensor
 _mkldnn = torch.ops.mkldnn
 
 
-class Packed:
+class PackedMatrix:
     """A matrix [out, in] to multiply rows with, as `F.linear` does."""
 
     def __init__(self, weight: Tensor, rows: int) -> None:

@@ -1,0 +1,51 @@
+"""The mesh as one device sees it: its part of every dim, and how the parameters are used along each axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.exchange.mailboxes import DeviceGroup
+from paceline.split.collectives import bounds
+from paceline.split.layout.atoms import Atom, Dim, leaves
+
+Cuts = dict[Atom, str]  # atoms that are in parts, and the axis
+
+
+class Axes:
+    """The mesh as this device sees it: its group along each axis, and which atoms lie along which."""
+
+    def __init__(self, groups: dict[str, DeviceGroup], cuts: Cuts) -> None:
+        self.groups = groups
+        self._cuts = cuts
+
+    def of(self, atom: Atom) -> str | None:
+        return self._cuts.get(atom.find())
+
+    def cuts(self, dims: Sequence[Dim]) -> Cuts:
+        return {leaf: axis for dim in dims for leaf in leaves(dim) if (axis := self.of(leaf)) is not None}
+
+    def range(self, atom: Atom) -> tuple[int, int]:
+        """This device's part of an atom."""
+        axis = self.of(atom)
+        if axis is None:
+            return 0, atom.size
+        group = self.groups[axis]
+        edges = bounds(atom.size, group.count)
+        return edges[group.index], edges[group.index + 1]
+
+    def part(self, atom: Atom) -> int:
+        start, stop = self.range(atom)
+        return stop - start
+
+
+class Usage:
+    """How parameters are used: along which axes a device's gradient is a summand, and along which all have the same."""
+
+    def __init__(self) -> None:
+        self.summand: dict[str, set[str]] = {}
+        self.alike: dict[str, set[str]] = {}
+
+    def note(self, name: str, axes: Axes, own: Cuts, working: set[str]) -> None:
+        for axis in axes.groups:
+            if axis not in own.values():
+                (self.summand if axis in working else self.alike).setdefault(name, set()).add(axis)
