@@ -49,7 +49,7 @@ _NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 
 class Peers:
-    """This device among the `count` of its replica."""
+    """The devices of one replica, as the device with number `rank` among them sees them: `count` in all."""
 
     def __init__(self, arena: Arena, board: Board, process: int, rank: int, count: int, timeout_s: float) -> None:
         """`process`: this device's row on the board; those of its replica follow one another."""
@@ -67,7 +67,8 @@ class Peers:
 
     @classmethod
     def meet(cls, together: Together, count: int) -> Peers:
-        """All devices of all replicas of this host call this at the same time; each finds those of its own."""
+        """Opens the mailboxes, and returns this device's peers. All devices of all replicas of this host call this
+        at the same time; each finds those of its own replica."""
         board, process = together.board, together.replica
         replicas = board.replicas // count
         number = board.next_arena(process)
@@ -96,7 +97,7 @@ class Peers:
     # ── one to one ───────────────────────────────────────────────────────────────────────────────────────
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        """Returns as soon as the tensor is copied, whether or not it has been received."""
+        """Sends a tensor, and returns as soon as it is copied, whether or not it has been received."""
         box = self._out[to]
         flat = tensor.detach().contiguous().view(-1)
         pieces = max(1, math.ceil(flat.nbytes / PIECE_BYTES))
@@ -107,7 +108,7 @@ class Peers:
                 self._wait(to, partial(self._posted, box, part, tensor, flat.numel()))
 
     def receive(self, source: int) -> torch.Tensor:
-        """The next tensor that `source` has sent to this device."""
+        """Returns the next tensor that `source` has sent to this device, and waits for it."""
         box = self._in[source]
         while True:
             tensor = box.next()
@@ -117,7 +118,7 @@ class Peers:
             box.collect()
 
     def _posted(self, box: _Outbox, part: torch.Tensor, tensor: torch.Tensor, elements: int) -> bool:
-        """Try again to leave a part, after taking in whatever has arrived: the other side may be waiting for that."""
+        """Tries again to leave a part, after taking in whatever has arrived: the other side may be waiting for that."""
         for other in self._in.values():
             while other.arrived:
                 other.collect()
@@ -142,22 +143,24 @@ class Peers:
     # ── all together ─────────────────────────────────────────────────────────────────────────────────────
 
     def along(self, ranks: Sequence[int]) -> DeviceGroup:
-        """Some of the devices, this one among them, for what they do together."""
+        """Returns the group of these devices, this one among them, for what they do together."""
         return DeviceGroup(self, tuple(ranks))
 
     @property
     def everyone(self) -> DeviceGroup:
+        """Returns the group of all devices of the replica."""
         return self.along(range(self.count))
 
     # ── all replicas ─────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def first(self) -> bool:
-        """Whether this is the first device of the first replica, of all on this host."""
+        """Returns whether this is the first device of the first replica, of all on this host."""
         return self._process == 0
 
     def tell_all(self, numbers: Sequence[int] | None = None) -> list[int]:
-        """What the first device of all says, on every device of every replica: what they must decide alike."""
+        """Returns, on every device of every replica, the numbers that the first device of all gives: what they must
+        decide alike."""
         # Nobody sends to itself, so the first device's mailbox to itself is free. Nothing there is written twice.
         words = self._arena.view(0, torch.int64, [BOX_BYTES // 8])[self._told :]
         if self.first:
@@ -171,11 +174,12 @@ class Peers:
         return words[1:length].tolist()
 
     def close(self) -> None:
+        """Lets go of the memory; nothing may be sent or received afterwards."""
         self._arena.close()
 
 
 class DeviceGroup:
-    """Devices that do something together; results are the same bits on all."""
+    """Some devices of a replica that do something together; results are the same bits on all."""
 
     def __init__(self, peers: Peers, ranks: tuple[int, ...]) -> None:
         self.peers = peers
@@ -185,13 +189,13 @@ class DeviceGroup:
         self._others = [rank for rank in ranks if rank != peers.rank]
 
     def exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Everybody's tensor, in the order of the devices."""
+        """Returns everybody's tensor, in the order of the devices."""
         for other in self._others:
             self.peers.send(tensor, other)
         return [tensor if rank == self.peers.rank else self.peers.receive(rank) for rank in self.ranks]
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over the group, added up in the order of the devices."""
+        """Returns the sum over the group, added up in the order of the devices."""
         if self.count == 1:
             return tensor
         first, second, *others = self.exchange(tensor.detach())
@@ -201,11 +205,11 @@ class DeviceGroup:
         return total
 
     def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Everybody's tensor side by side along `dim`; they may differ in length there."""
+        """Returns everybody's tensor side by side along `dim`; they may differ in length there."""
         return torch.cat(self.exchange(tensor.detach()), dim) if self.count > 1 else tensor
 
     def broadcast(self, tensor: torch.Tensor | None, source: int = 0) -> torch.Tensor:
-        """The tensor of the group's `source`-th device."""
+        """Returns the tensor of the group's `source`-th device; the others give None."""
         if self.index != source:
             return self.peers.receive(self.ranks[source])
         assert tensor is not None
@@ -215,6 +219,8 @@ class DeviceGroup:
 
 
 class _Box:
+    """One mailbox, of an ordered pair of devices, as it lies in shared memory: counters, descriptors, room."""
+
     def __init__(self, arena: Arena, offset: int) -> None:
         words = DESCRIPTORS * WORDS
         head = arena.view(offset, torch.int64, [_HEAD_BYTES // 8 + words]).numpy().data
@@ -233,12 +239,14 @@ class _Box:
 
 
 class _Outbox(_Box):
+    """A mailbox as its sender sees it: where there is room."""
+
     def __init__(self, arena: Arena, offset: int) -> None:
         super().__init__(arena, offset)
         self._lying: deque[tuple[int, int, int]] = deque()  # number, start, stop of what may not be taken yet
 
     def post(self, part: torch.Tensor, whole: torch.Tensor, elements: int) -> bool:
-        """Leave a part of a message; False if there is no room at the moment."""
+        """Leaves a part of a message, and returns True; False if there is no room at the moment."""
         number, taken = self.posted, self.taken
         while self._lying and self._lying[0][0] < taken:
             self._lying.popleft()
@@ -261,6 +269,7 @@ class _Outbox(_Box):
         return True
 
     def _find(self, size: int) -> int | None:
+        """Returns where that many bytes fit in a row, in front of or behind what still lies there; None if nowhere."""
         if not self._lying:
             return 0
         first, last = self._lying[0][1], -(-self._lying[-1][2] // _ALIGN) * _ALIGN
@@ -272,6 +281,8 @@ class _Outbox(_Box):
 
 
 class _Inbox(_Box):
+    """A mailbox as its receiver sees it: messages that are whole, and one that may be arriving in pieces."""
+
     def __init__(self, arena: Arena, offset: int) -> None:
         super().__init__(arena, offset)
         self._whole: deque[torch.Tensor] = deque()
@@ -280,22 +291,24 @@ class _Inbox(_Box):
 
     @property
     def arrived(self) -> bool:
+        """Returns whether something lies there that was not taken yet."""
         return self.posted > self.taken
 
     def next(self) -> torch.Tensor | None:
+        """Returns the next message that is whole; None if there is none."""
         if not self._whole and self.arrived:
             self.collect()
         return self._whole.popleft() if self._whole else None
 
     def clear(self) -> None:
-        """Throw away what has arrived; nobody may send meanwhile."""
+        """Throws away what has arrived; nobody may send meanwhile."""
         while self.arrived:
             self.collect()
         self._whole.clear()
         self._begun = None
 
     def collect(self) -> None:
-        """Copy out what has arrived first."""
+        """Copies out the piece that has arrived first."""
         number = self.taken
         at = number % DESCRIPTORS * WORDS
         start, length, kind, elements, dims = self._descriptors[at : at + 5]

@@ -35,11 +35,11 @@ AWAKE_S = 0.005  # after a request the next is looked for this long before a dev
 
 
 class RequestAbandoned(BaseException):
-    """Another device failed in this request. Not for a model's own `except Exception` to catch."""
+    """Is raised where another device has failed in this request. A model's own `except Exception` does not catch it."""
 
 
 class ServingPeers(Peers):
-    """Mailboxes whose waits end when somebody fails, and when the other one's process has."""
+    """Mailboxes whose waits end when somebody fails, or when the process that is waited for has ended."""
 
     def __init__(
         self, arena: Arena, board: Board, status: RequestStatus, rank: int, count: int, timeout_s: float
@@ -53,6 +53,8 @@ class ServingPeers(Peers):
         self.wait_for(lambda: [other], ready)
 
     def wait_for(self, others: Callable[[], list[int]], ready: Callable[[], bool], *, give_up: bool = True) -> None:
+        """Waits until `ready()`. `others()` are those that it may lie with; with `give_up`, a failure anywhere ends
+        it."""
         looks = 0
 
         def look() -> bool:
@@ -77,11 +79,11 @@ class ServingPeers(Peers):
 
     @property
     def somebody_failed(self) -> bool:
-        """A failure that this device has not cleared away yet."""
+        """Returns whether there is a failure that this device has not cleared away yet."""
         return self._status[StatusWord.FAILED] > self._status[StatusWord.STOPPED + self.rank]
 
     def clear(self) -> None:
-        """All devices call this after a failure: what was on its way is thrown away, with the request it was of."""
+        """Throws away what was on its way, with the request it was of. All devices call this after a failure."""
         self._meet(StatusWord.STOPPED, self._status[StatusWord.FAILED])
         # Everybody has stopped: no failure can be added, and nobody sends. One that had a failure of a later request
         # is still waiting for the others to have seen that one.
@@ -92,6 +94,7 @@ class ServingPeers(Peers):
         self._meet(StatusWord.CLEARED, failed)
 
     def _meet(self, word: StatusWord, failed: int) -> None:
+        """Says in this device's word that it has come so far with the failure, and waits until all have."""
         self._status[word + self.rank] = failed
 
         def missing() -> list[int]:
@@ -101,7 +104,7 @@ class ServingPeers(Peers):
 
 
 class Device:
-    """A device's part of the model."""
+    """One device, with its part of the model, which it cuts at the first request."""
 
     def __init__(
         self, model: nn.Module, split: Split, dims: Mapping[str, str], peers: ServingPeers, status: RequestStatus
@@ -112,7 +115,7 @@ class Device:
         self._at = StatusWord.PREPARED + peers.rank
 
     def answer(self, call: Example) -> Any:
-        """All devices call this with the same; each gets the answer."""
+        """Returns the model's answer. All devices call this with the same request, and each gets the answer."""
         args, kwargs = call
         with torch.no_grad():
             if not self._status[self._at]:
@@ -129,7 +132,7 @@ class Device:
 
 
 def work(device: Device, peers: ServingPeers, status: RequestStatus, bell: int) -> None:
-    """The life of every device but the caller: until the caller closes, or is no more."""
+    """Answers requests, on every device but the caller's, until the caller closes or is no more."""
     while _rung(bell, lambda: status[StatusWord.REQUEST] > peers.request or peers.somebody_failed):
         if status[StatusWord.REQUEST] > peers.request:
             peers.request += 1
@@ -156,11 +159,12 @@ def send_request(call: Example, peers: Peers) -> None:
 
 
 def described(error: BaseException) -> str:
+    """Returns an error as one sentence."""
     return str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
 
 
 def _rung(bell: int, asked: Callable[[], bool]) -> bool:
-    """Wait until there is something to do. False: the caller has closed its end, or has ended."""
+    """Waits until there is something to do, and returns True; False if the caller has closed its end, or has ended."""
     awake_until = time.monotonic() + AWAKE_S
     poll = select.poll()
     poll.register(bell, select.POLLIN)

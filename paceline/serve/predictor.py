@@ -53,7 +53,7 @@ def load(
     dims: Mapping[str, str] | None = None,
     timeout_s: float = 60.0,
 ) -> Predictor:
-    """A predictor with the tensors of the safetensors file at `path`; None: with those that `model` has.
+    """Returns a predictor with the tensors of the safetensors file at `path`; None: with those that `model` has.
 
     `split` says how the model is cut: `pl.Layout`, `pl.Stages`, `pl.Tiles` or `pl.Wavefront`; None: not at all. `dims`
     names dims of parameters for a layout, as in `Trainer`. A model that is cut is the predictor's from here on; one
@@ -137,6 +137,7 @@ class Predictor:
                 return self._ask(self._others, (args, kwargs))
 
     def _ask(self, others: _DeviceProcesses, call: Example) -> Any:
+        """Returns the answer of the cut model, from all devices together."""
         peers, status = self._peers, self._status
         if peers.somebody_failed:  # after the last answer was complete
             self._recover(others, status.reason)
@@ -159,7 +160,8 @@ class Predictor:
             raise
 
     def _recover(self, others: _DeviceProcesses, reason: str) -> None:
-        """After a failed request: on to the next, if all devices are where this one is."""
+        """Clears away a failed request, so that the next can be answered; ends the predictor if devices differ in
+        where they are."""
         others.ring()
         try:
             self._peers.clear()
@@ -169,12 +171,13 @@ class Predictor:
             self._over(others, reason)  # the model could not be cut, or not everywhere
 
     def _over(self, others: _DeviceProcesses, reason: str) -> ReplicaDied:
+        """Ends the predictor, and returns the error that says so."""
         self._ended = reason
         others.end()
         return ReplicaDied(f"{reason}; this predictor has ended: load the model again")
 
     def close(self) -> None:
-        """End the other devices."""
+        """Ends the other devices. Later requests are refused."""
         with self._lock:
             if self._ended is None:
                 self._ended = "it was closed"
@@ -189,7 +192,7 @@ class Predictor:
 
 
 class _DeviceProcesses:
-    """The processes of the other devices."""
+    """The processes of the other devices: forked from the caller's, woken by a byte in a pipe, ended with it."""
 
     def __init__(self, devices: int) -> None:
         self._caller = os.getpid()
@@ -198,6 +201,7 @@ class _DeviceProcesses:
         self.lives: dict[int, Life] = {}
 
     def start(self, rank: int, life: Any) -> None:
+        """Forks the process of a device, which runs `life(rank, bell)` and ends with it."""
         main = threading.current_thread() is threading.main_thread()
         with warnings.catch_warnings():
             # Python warns of threads that hold locks while a process forks; the device uses nothing of theirs.
@@ -230,11 +234,13 @@ class _DeviceProcesses:
             os._exit(status)
 
     def ring(self) -> None:
+        """Wakes all devices."""
         for _, callers in self._bells:
             with contextlib.suppress(BlockingIOError, BrokenPipeError):  # it rings already; it has ended
                 os.write(callers, b"!")
 
     def end(self) -> None:
+        """Closes the bells, by which the devices end, and waits for that; kills those that take too long."""
         if os.getpid() != self._caller:  # in a process that the caller has forked
             return
         for _, callers in self._bells:
@@ -255,6 +261,7 @@ class _DeviceProcesses:
 
 
 def _fill(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Loads the file into the model; they must have the same tensors."""
     inner, tensors = own_state(model), checkpoint.read_model(path)
     own = inner.state_dict()
     for name in [*sorted(own.keys() - tensors.keys()), *sorted(tensors.keys() - own.keys())]:
@@ -270,7 +277,7 @@ def _fill(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def _share_parameters(model: nn.Module) -> None:
-    """Into shared memory. Buffers are every device's own: a forward may write them."""
+    """Moves the parameters into shared memory. Buffers stay every device's own: a forward may write them."""
     parameters = list(own_state(model).parameters())
     for parameter in parameters:
         if parameter.device.type != "cpu":
@@ -289,14 +296,14 @@ def _share_parameters(model: nn.Module) -> None:
 
 
 def _use(cores: tuple[int, ...]) -> None:
-    """A device computes in one thread: a process that was forked cannot have those of its parent."""
+    """Gives this process these cores and one thread: a process that was forked cannot have its parent's threads."""
     os.sched_setaffinity(0, cores)
     torch.set_num_threads(1)
 
 
 @contextlib.contextmanager
 def _using(cores: tuple[int, ...]) -> Iterator[None]:
-    """For the length of a request: the caller's process is its own otherwise."""
+    """Uses these cores for the length of a request; otherwise the caller's process is as it was."""
     before, threads = os.sched_getaffinity(0), torch.get_num_threads()
     _use(cores)
     try:

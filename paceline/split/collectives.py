@@ -63,26 +63,29 @@ class _Sliced(torch.autograd.Function):
 
 
 def copied(x: torch.Tensor, group: DeviceGroup) -> torch.Tensor:
+    """Returns `x`, which all have alike; backward, the gradients of all are summed."""
     return _Copied.apply(x, group) if group.count > 1 else x  # type: ignore[no-untyped-call]
 
 
 def reduced(x: torch.Tensor, group: DeviceGroup) -> torch.Tensor:
+    """Returns the sum of everybody's `x`; backward, its gradient is the same for all."""
     return _Reduced.apply(x, group) if group.count > 1 else x  # type: ignore[no-untyped-call]
 
 
 def gathered(x: torch.Tensor, group: DeviceGroup, dim: int) -> torch.Tensor:
+    """Returns everybody's `x` side by side along `dim`; backward, each takes its part of the gradient."""
     return _Gathered.apply(x, group, dim) if group.count > 1 else x  # type: ignore[no-untyped-call]
 
 
 def sliced(x: torch.Tensor, group: DeviceGroup, dim: int) -> torch.Tensor:
-    """This device's part of `x`, which all have."""
+    """Returns this device's part of `x`, which all have; backward, the parts are put together."""
     if group.count == 1:
         return x
     return _Sliced.apply(x, group, dim, bounds(x.size(dim), group.count))  # type: ignore[no-untyped-call, no-any-return]
 
 
 def bounds(length: int, parts: int) -> list[int]:
-    """Where `length` is cut into `parts` as equal as can be, the longer ones first.
+    """Returns where `length` is cut into `parts` as equal as can be, the longer ones first.
 
     >>> bounds(7, 3)
     [0, 3, 5, 7]

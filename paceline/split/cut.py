@@ -28,7 +28,7 @@ Example = tuple[tuple[Any, ...], dict[str, Any]]  # what the model is called wit
 
 @dataclass(frozen=True)
 class TensorPart:
-    """What one device has to do with a parameter (or a buffer).
+    """One device's part of a parameter or a buffer, and where the part's gradient goes.
 
     `index`: its part of the whole, empty for all of it; a device's parameter becomes this view.
     `adds_to`: the device in whose buffer its gradient goes, its own (None) for a summand of the whole gradient;
@@ -41,7 +41,7 @@ class TensorPart:
     shape: tuple[int, ...] = ()  # seen as which the whole is indexed, if not as its own
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This part of a whole tensor, as a view."""
+        """Returns this part of a whole tensor, as a view."""
         return (whole.view(self.shape) if self.shape else whole)[self.index]
 
 
@@ -57,34 +57,37 @@ class Cut:
 
     @property
     def speaks(self) -> bool:
-        """Whether this device's loss and metrics count: true for one device of a replica."""
+        """Returns whether this device's loss and metrics count: true for one device of a replica."""
         return self.peers.rank == 0
 
     def name_dims(self, dims: Mapping[str, str]) -> None:
         """Takes the user's names for dims of parameters, by pattern. Only a layout has a use for them."""
 
     def prepare(self, model: nn.Module, example: Example) -> None:
-        """Before the first forward, with what the model will be called with: decide who does what, and make the
-        model's forward do this device's part. One sentence (ModelError, StrategyError) if it cannot be cut so.
+        """Decides who does what, before the first forward, and makes the model's forward do this device's part.
+        `example` is what the model will be called with. If it cannot be cut so, one sentence says why (ModelError,
+        StrategyError).
 
         Parameters are whole still; afterwards they become the views that `part_of` says."""
         raise NotImplementedError
 
     def part_of(self, name: str) -> TensorPart:
-        """After `prepare`: of a parameter or buffer, by its (first) name in the model."""
+        """Returns, after `prepare`, this device's part of a parameter or buffer, by its (first) name in the model."""
         raise NotImplementedError
 
     def over_devices(self, module: nn.Module) -> bool:
-        """Whether this BatchNorm sees a part of each sample, so that its statistics are sums over the devices too."""
+        """Returns whether this BatchNorm sees a part of each sample, so that its statistics are sums over the
+        devices too."""
         return False
 
     def train(self, loss: Loss, model: nn.Module, batch: Any, weight: float, check: Check) -> float:
-        """Forward and backward; the mean loss times `weight`. `check(loss)` is its value, if it is a good one."""
+        """Runs forward and backward. Returns the mean loss times `weight`; `check(loss)` is its value, if it is a
+        good one."""
         return train(loss, model, batch, weight, check)
 
 
 def train(loss: Loss, model: nn.Module, batch: Any, weight: float, check: Check) -> float:
-    """Forward and backward as in plain torch."""
+    """Runs forward and backward as in plain torch. Returns the loss times `weight`."""
     found = loss(model, batch)
     value = check(found)
     (found * weight if weight != 1.0 else found).backward()  # type: ignore[no-untyped-call]
@@ -93,7 +96,7 @@ def train(loss: Loss, model: nn.Module, batch: Any, weight: float, check: Check)
 
 @contextmanager
 def left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """What a forward changes, buffers and random numbers, is put back afterwards."""
+    """Puts back afterwards what a forward changes: buffers and random numbers."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     random = torch.get_rng_state()
     try:
@@ -106,7 +109,7 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
 
 
 def capture(model: nn.Module, call: Callable[[nn.Module], Any]) -> Example:
-    """What `call(model)` calls the model with; the model itself is not run."""
+    """Returns what `call(model)` calls the model with; the model itself is not run."""
 
     class Called(Exception):
         pass

@@ -18,7 +18,7 @@ from paceline.split.cut import WHOLE, Cut, TensorPart
 
 
 class Parts:
-    """One device's parts."""
+    """One device's parts of the tensors of a model that lies whole in an arena."""
 
     def __init__(self, cut: Cut, shared: ModelInArena, process: int, model: nn.Module) -> None:
         self._cut = cut
@@ -30,7 +30,8 @@ class Parts:
         self._of_buffers: list[TensorPart] = [WHOLE] * len(shared.buffers)
 
     def take(self) -> list[Destination]:
-        """After `Cut.prepare`: make the model's tensors this device's parts. Where gradients are to go, by slot."""
+        """Makes the model's tensors this device's parts, after `Cut.prepare`. Returns where gradients are to go, by
+        slot."""
         arena, slots = self._shared.arena, self._shared.layout.slots
         self._of = [self._cut.part_of(slot.name) for slot in slots]
         self._of_buffers = [self._cut.part_of(name) for name, _ in self._model.named_buffers()]
@@ -47,7 +48,7 @@ class Parts:
         return destinations
 
     def mark(self, used: list[bool], marks: torch.Tensor) -> None:
-        """By slot, whether this process's buffer has a gradient. What several share is its holder's to say."""
+        """Marks by slot whether this process's buffer has a gradient. What several share is its holder's to say."""
         rank = self._cut.peers.rank
         marks[: len(used)] = torch.tensor(
             [u and part.adds and part.adds_to in (None, rank) for u, part in zip(used, self._of, strict=False)],
@@ -57,7 +58,7 @@ class Parts:
     # ── buffers ──────────────────────────────────────────────────────────────────────────────────────────
 
     def publish_buffers(self) -> None:
-        """Leave those that are this device's to tell."""
+        """Leaves in the arena those buffers that are this device's to tell."""
         if self._first:
             return
         for (place, buffer), part in zip(self._shared.buffer_places(), self._of_buffers, strict=True):
@@ -65,18 +66,19 @@ class Parts:
                 part.of(place).copy_(buffer)
 
     def take_buffers(self) -> None:
+        """Takes this device's parts of the buffers in the arena."""
         for (place, buffer), part in zip(self._shared.buffer_places(), self._of_buffers, strict=True):
             buffer.copy_(part.of(place))
 
     # ── whole tensors ────────────────────────────────────────────────────────────────────────────────────
 
     def whole_state(self) -> dict[str, torch.Tensor]:
-        """The model's own state_dict, as if it were not cut."""
+        """Returns the model's own state_dict, as if it were not cut."""
         whole = self._whole()
         return {name: whole.get(tensor, tensor) for name, tensor in self._named_state().items()}
 
     def take_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Whole tensors, into the parameters in the arena and into this device's buffers."""
+        """Takes whole tensors, into the parameters in the arena and into this device's buffers."""
         whole = self._whole()
         for name, tensor in self._named_state().items():
             if name in state:

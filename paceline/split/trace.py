@@ -65,22 +65,22 @@ class Traced:
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """The operations; what is only a name for an input or a parameter is none."""
+        """Returns the operations; what is only a name for an input or a parameter is none."""
         return [node for node in self.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
 
     @property
     def inputs(self) -> list[fx.Node]:
-        """By leaf of the call, tensors only."""
+        """Returns the nodes of the inputs, by leaf of the call, tensors only."""
         return [node for node in self.graph.nodes if node.op == "placeholder"]
 
     @property
     def output(self) -> Any:
-        """What the forward returns, with nodes in the place of values."""
+        """Returns what the forward returns, with nodes in the place of values."""
         (node,) = (node for node in self.graph.nodes if node.op == "output")
         return node.args[0]
 
     def fits(self, model: nn.Module, leaves: Sequence[Any], spec: TreeSpec) -> bool:
-        """Whether a call of the model with these would do the same operations."""
+        """Returns whether a call of the model with these would do the same operations."""
         if (self.training, self.grad) != (model.training, torch.is_grad_enabled()) or spec != self.spec:
             return False
         if not all(_alike(leaf, constant) for leaf, constant in zip(leaves, self.constants, strict=True)):
@@ -96,10 +96,12 @@ class _Tensor:
 
 
 def tensors(leaves: Sequence[Any]) -> list[torch.Tensor]:
+    """Returns the tensors among the leaves of a call."""
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _alike(leaf: Any, constant: Any) -> bool:
+    """Returns whether an argument is what it was when the trace was made."""
     if constant is _Tensor:
         return isinstance(leaf, torch.Tensor)
     return leaf is constant or (type(leaf) is type(constant) and bool(leaf == constant))
@@ -114,8 +116,9 @@ def trace(
     grad: bool,
     plain: Plain = stack_of,
 ) -> Traced:
-    """`forward`: the model's own. What it is called with: `leaves`, put together by `spec`. `plain`: what modules of
-    torch.nn do as something that can be followed; None: they are operations as a whole."""
+    """Returns the operations of the model. `forward` is its own, and it is called with `leaves`, put together by
+    `spec`. `plain` says what modules of torch.nn do as something that can be followed; None: they are operations as
+    a whole."""
     whole: dict[str, str] = {}
     while True:
         tracer = _Tracer(forward, leaves, spec, whole, plain)
@@ -147,12 +150,16 @@ def _first_line(error: BaseException) -> str:
 
 
 class _Unfollowed(Exception):
+    """Is raised where a submodule's forward cannot be followed."""
+
     def __init__(self, name: str, why: str) -> None:
         super().__init__(name)
         self.name, self.why = name, why
 
 
 class _Tracer(fx.Tracer):
+    """Follows a forward; in comparison with torch.fx's own it also sees what would go unnoticed."""
+
     proxy_buffer_attributes = True  # else changes of a buffer would be made now, and not noted
 
     def __init__(
@@ -216,7 +223,7 @@ class _Tracer(fx.Tracer):
 
     @contextmanager
     def factories(self) -> Iterator[None]:
-        """Tensors made in a forward are made anew at every call."""
+        """Makes tensors that are made in a forward anew at every call."""
         originals = {name: getattr(torch, name) for name in _FACTORIES}
 
         def noting(original: Any) -> Any:
@@ -247,6 +254,7 @@ class _Tracer(fx.Tracer):
         return node
 
     def _follow_grad_mode(self) -> None:
+        """Notes as an operation that the forward has switched gradients on or off."""
         now = torch.is_grad_enabled()
         if now != self._grad_now:
             self._grad_now = now
@@ -254,7 +262,7 @@ class _Tracer(fx.Tracer):
             node.meta["grad"] = False  # neither begins nor ends a stage
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        """`for part in x.chunk(3)`: how many there are is known."""
+        """Lets `for part in x.chunk(3)` be followed: how many there are is known."""
         if obj.node.target in ("chunk", torch.chunk):
             count = obj.node.args[1] if len(obj.node.args) > 1 else obj.node.kwargs.get("chunks")
             if isinstance(count, int):
@@ -262,6 +270,7 @@ class _Tracer(fx.Tracer):
         return super().iter(obj)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
+        """Returns a condition's value, if it follows from shapes, and notes that it did."""
         assert isinstance(self.root, nn.Module)
         value = _about_shapes(obj.node, self.root, self._given)
         if not isinstance(value, bool):
@@ -271,7 +280,7 @@ class _Tracer(fx.Tracer):
 
 
 def _about_shapes(node: Any, model: nn.Module, given: dict[fx.Node, Any]) -> Any:
-    """The value of a node that follows from the shapes of inputs and parameters alone."""
+    """Returns the value of a node that follows from the shapes of inputs and parameters alone."""
     if isinstance(node, (tuple, list)):
         return type(node)(_about_shapes(entry, model, given) for entry in node)
     if not isinstance(node, fx.Node):

@@ -14,7 +14,7 @@ from torch import nn
 
 
 def stack_of(module: nn.Module) -> Callable[..., Any] | None:
-    """What `module` does as one that can be followed; None for any other module."""
+    """Returns what `module` does as something that can be followed; None for any other module."""
     found = _STACKS.get(type(module))
     return partial(found, module) if found is not None else None
 

@@ -17,7 +17,7 @@ SCHEDULES = ("1f1b", "gpipe")
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="layout"):
-    """By named dimension: `layout` says which dim of the tensors lies along which axis of the mesh.
+    """Cuts by named dimension: `layout` says which dim of the tensors lies along which axis of the mesh.
 
     >>> Layout(mesh={"data": 2, "model": 2}, layout={"batch": "data", "hidden": "model"}).devices
     2
@@ -47,15 +47,17 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def axes(self) -> dict[str, int]:
-        """The axes that cut the model, in the mesh's order."""
+        """Returns the axes that cut the model, in the mesh's order."""
         return {axis: size for axis, size in self.mesh.items() if axis != self.layout.get(BATCH)}
 
     @property
     def devices(self) -> int:
+        """Returns how many devices a replica has."""
         return math.prod(self.axes.values())
 
     @property
     def words(self) -> str:
+        """Returns it as the settings of a run show it."""
         mesh = ",".join(f"{axis}={size}" for axis, size in self.mesh.items())
         return f"mesh {mesh}, layout {','.join(f'{dim}={axis}' for dim, axis in self.layout.items())}"
 
@@ -66,7 +68,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Stages(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="stages"):
-    """By layer: every device has some of the layers, and micro-batches go from one to the next."""
+    """Cuts by layer: every device has some of the layers, and micro-batches go from one to the next."""
 
     stages: int
     micro_batches: int = 1
@@ -103,7 +105,7 @@ class Stages(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Tiles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="tiles"):
-    """By image region: every device has a tile of each activation, and halos are exchanged."""
+    """Cuts by image region: every device has a tile of each activation, and halos are exchanged."""
 
     rows: int
     columns: int = 1
@@ -128,7 +130,8 @@ class Tiles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Wavefront(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="wavefront"):
-    """Stacked recurrent layers by layer and time: layer l works at block t while layer l + 1 works at block t - 1."""
+    """Cuts stacked recurrent layers by layer and time: layer l works at block t while layer l + 1 works at block t -
+    1."""
 
     parts: int
     time_block: int = 8

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 
 class Atom:
-    """A factor of a dim. Compare by `find`: joined atoms are one."""
+    """A factor of a dim. Atoms that were joined are one: compare what `find` returns."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -20,20 +20,21 @@ class Atom:
         self._factors: list[Atom] | None = None
 
     def find(self) -> Atom:
+        """Returns the one that stands for all that this one was joined with."""
         found = self
         while found._same is not None:
             found = found._same
         return found
 
     def leaves(self) -> list[Atom]:
-        """The factors it has been split into, or itself."""
+        """Returns the factors it has been split into, or itself."""
         found = self.find()
         if found._factors is None:
             return [found]
         return [leaf for factor in found._factors for leaf in factor.leaves()]
 
     def split(self, inner: int) -> None:
-        """Into an outer factor, and an inner one of that size."""
+        """Splits it into an outer factor, and an inner one of that size."""
         self._factors = [Atom(self.size // inner), Atom(inner)]
 
     def __repr__(self) -> str:
@@ -45,17 +46,19 @@ Dims = list[Dim]
 
 
 def leaves(dim: Sequence[Atom]) -> Dim:
-    """The atoms of a dim as they are now; factors of 1 are none, unless there is nothing else."""
+    """Returns the atoms of a dim as they are now; factors of 1 are none, unless there is nothing else."""
     found = [leaf for atom in dim for leaf in atom.leaves()]
     return [leaf for leaf in found if leaf.size != 1] or found[:1]
 
 
 def size(dim: Sequence[Atom]) -> int:
+    """Returns the number of elements along a dim."""
     return math.prod(atom.size for atom in dim)
 
 
 def join(one: Sequence[Atom], other: Sequence[Atom]) -> bool:
-    """Make two dims of one size the same; factors are split as needed. False if they do not fit into each other."""
+    """Makes two dims of one size the same, and splits factors as needed. Returns False if they do not fit into each
+    other."""
     if size(one) != size(other):
         return False
     while True:
@@ -76,7 +79,7 @@ def join(one: Sequence[Atom], other: Sequence[Atom]) -> bool:
 
 
 def regroup(dims: Sequence[Sequence[Atom]], shape: Sequence[int]) -> Dims | None:
-    """The dims of a reshape to `shape`, by the same atoms; None if some atom would be torn apart unevenly."""
+    """Returns the dims of a reshape to `shape`, by the same atoms; None if some atom would be torn apart unevenly."""
     rest = [leaf for dim in dims for leaf in leaves(dim)]
     found: Dims = []
     for wanted in reversed(shape):

@@ -19,13 +19,15 @@ class Axes:
         self._cuts = cuts
 
     def of(self, atom: Atom) -> str | None:
+        """Returns the axis that an atom lies along; None if it is whole."""
         return self._cuts.get(atom.find())
 
     def cuts(self, dims: Sequence[Dim]) -> Cuts:
+        """Returns the atoms of these dims that are in parts, and their axes."""
         return {leaf: axis for dim in dims for leaf in leaves(dim) if (axis := self.of(leaf)) is not None}
 
     def range(self, atom: Atom) -> tuple[int, int]:
-        """This device's part of an atom."""
+        """Returns where this device's part of an atom begins and ends."""
         axis = self.of(atom)
         if axis is None:
             return 0, atom.size
@@ -34,6 +36,7 @@ class Axes:
         return edges[group.index], edges[group.index + 1]
 
     def part(self, atom: Atom) -> int:
+        """Returns how long this device's part of an atom is."""
         start, stop = self.range(atom)
         return stop - start
 
@@ -46,6 +49,7 @@ class Usage:
         self.alike: dict[str, set[str]] = {}
 
     def note(self, name: str, axes: Axes, own: Cuts, working: set[str]) -> None:
+        """Notes that a parameter, cut as `own` says, is used in an operator that works along the axes `working`."""
         for axis in axes.groups:
             if axis not in own.values():
                 (self.summand if axis in working else self.alike).setdefault(name, set()).add(axis)

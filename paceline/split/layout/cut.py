@@ -96,6 +96,8 @@ class LayoutCut(Cut):
         return self._graphs[-1][1](*tensors(leaves))
 
     def _check_usage(self) -> None:
+        """Refuses parameters whose gradient would be a summand in one operator and the same on all devices in
+        another."""
         for name, axes in self._usage.summand.items():
             mixed = axes & self._usage.alike.get(name, set())
             if mixed:
@@ -124,7 +126,7 @@ class LayoutCut(Cut):
 
 
 def _along_axes(axes: dict[str, int], peers: Peers) -> tuple[dict[str, DeviceGroup], dict[str, int]]:
-    """This device's group along every axis, and its place on each."""
+    """Returns this device's group along every axis, and its place on each."""
     every = list(itertools.product(*(range(size) for size in axes.values())))
     mine = dict(zip(axes, every[peers.rank], strict=True))
     groups = {}
@@ -135,6 +137,7 @@ def _along_axes(axes: dict[str, int], peers: Peers) -> tuple[dict[str, DeviceGro
 
 
 def _rank(place: dict[str, int], axes: dict[str, int]) -> int:
+    """Returns the number of the device at a place of the mesh."""
     rank = 0
     for axis, size in axes.items():
         rank = rank * size + place[axis]

@@ -17,12 +17,13 @@ from paceline.torch_private import tree_flatten
 
 
 def follow(model: nn.Module, forward: Callable[..., Any], example: Example, *, grad: bool) -> Traced:
-    """The operations of the model called so, in the mode it is in."""
+    """Returns the operations of the model, called so, in the mode it is in."""
     leaves, spec = tree_flatten(example)
     return trace(model, forward, leaves, spec, grad=grad, plain=_plain)
 
 
 def _plain(module: nn.Module) -> Callable[..., Any] | None:
+    """Returns what a module does as something that can be followed; None if it is an operation as a whole."""
     if type(module) is nn.TransformerEncoderLayer:
         return partial(_encoder_layer, module)
     return stack_of(module)
@@ -31,7 +32,7 @@ def _plain(module: nn.Module) -> Callable[..., Any] | None:
 def _encoder_layer(
     layer: Any, src: Any, src_mask: Any = None, src_key_padding_mask: Any = None, is_causal: bool = False
 ) -> Any:
-    """What torch's layer does when it takes no short cut."""
+    """Does what torch's layer does when it takes no short cut."""
 
     def attend(x: Any) -> Any:
         found = layer.self_attn(
@@ -50,7 +51,7 @@ def _encoder_layer(
 
 
 def on_meta(model: nn.Module) -> nn.Module:
-    """A copy of the model that has shapes and no values."""
+    """Returns a copy of the model that has shapes and no values."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         empty = torch.empty_like(tensor, device="meta")
@@ -59,13 +60,14 @@ def on_meta(model: nn.Module) -> nn.Module:
 
 
 class Shapes(fx.Interpreter):
-    """What every node of a graph gives, as tensors without values (numbers are what they are)."""
+    """Finds out what every node of a graph gives, as tensors without values (numbers are what they are)."""
 
     def __init__(self, model: nn.Module, graph: fx.Graph) -> None:
         super().__init__(fx.GraphModule(model, graph))
         self.found: dict[str, Any] = {}
 
     def of(self, tensors: list[torch.Tensor]) -> dict[str, Any]:
+        """Returns that by name of the node, for inputs like these."""
         # What the forward makes has no values either; and it may switch gradients on and off.
         with torch.no_grad(), torch.device("meta"):
             self.run(*(torch.empty_like(tensor, device="meta") for tensor in tensors))

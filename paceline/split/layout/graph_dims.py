@@ -60,7 +60,7 @@ class GraphDims:
         return op if op is not None else self._alike(node)
 
     def _alike(self, node: fx.Node) -> Op:
-        """No rule: all operands whole, the same on every device."""
+        """Returns what an operator without a rule does: all operands are whole, and all devices compute the same."""
         whole = [dim for operand in node.all_input_nodes for dim in flat_dims(self.dims[operand])]
         op = Op(self.fresh(self.values[node.name]), whole=whole, kind="alike")
         if node.op == "call_module":
@@ -72,14 +72,14 @@ class GraphDims:
         return op
 
     def first_name(self, name: str) -> str:
-        """A tied parameter has the first of its names."""
+        """Returns the first of a tied parameter's names, by which it goes."""
         dims = self.parameters[name]
         return next(first for first, own in self.parameters.items() if own is dims)
 
     # ── for rules ────────────────────────────────────────────────────────────────────────────────────────
 
     def fresh(self, value: Any) -> Any:
-        """New dims for a value: one atom each."""
+        """Returns new dims for a value: one atom each."""
         if isinstance(value, torch.Tensor):
             return [[Atom(size)] for size in value.shape]
         if isinstance(value, (tuple, list)):
@@ -87,16 +87,20 @@ class GraphDims:
         return None
 
     def of(self, node: Any) -> Dims:
+        """Returns the dims of what a node gives; none if that is no single tensor."""
         dims = self.dims.get(node) if isinstance(node, fx.Node) else None
         return dims if isinstance(dims, list) else []
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
+        """Returns the shape of the tensor that a node gives."""
         return tuple(self.values[node.name].shape)
 
     def module(self, node: fx.Node) -> nn.Module:
+        """Returns the module that a node calls."""
         return self.model.get_submodule(str(node.target))
 
     def own(self, node: fx.Node, name: str) -> Dims | None:
+        """Returns the dims of a parameter of the module that a node calls; None if it has no such parameter."""
         return self.parameters.get(f"{node.target}.{name}")
 
 
@@ -104,10 +108,12 @@ Rule = Callable[[GraphDims, fx.Node], Op | None]
 
 
 def has_tensors(value: Any) -> bool:
+    """Returns whether a value is a tensor, or a list with one."""
     return isinstance(value, torch.Tensor) or (isinstance(value, (tuple, list)) and any(map(has_tensors, value)))
 
 
 def flat_dims(dims: Any) -> list[Dim]:
+    """Returns the dims of a value as one list, also of a tuple of tensors."""
     if isinstance(dims, tuple):
         return [dim for part in dims for dim in flat_dims(part)]
     return dims or []

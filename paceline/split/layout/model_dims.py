@@ -34,7 +34,8 @@ class ModelDims:
         self._inputs: list[Dims] = []
 
     def trace(self, example: Example, *, grad: bool) -> tuple[Traced, GraphDims]:
-        """The model called so, in the mode it is in, with all dims that are the same joined."""
+        """Traces the model, called so, in the mode it is in. Returns the operations and their dims, joined where
+        they are the same."""
         traced = follow(self._model, self._forward, example, grad=grad)
         for node in traced.graph.nodes:  # tensors that came from elsewhere have become attributes of the model
             if node.op == "get_attr" and "." not in node.target and not hasattr(self.meta, node.target):
@@ -48,6 +49,7 @@ class ModelDims:
         return traced, found
 
     def names(self, patterns: Mapping[str, str]) -> Names:
+        """Returns the names of all dims, the user's own first."""
         trained = {name: self.parameters[name] for name, _ in self.meta.named_parameters()}
         names = Names(self._model, trained, self._inputs)
         names.give(patterns)

@@ -38,7 +38,7 @@ class Seen:
 
 
 class Names:
-    """The name of every atom of a model's parameters."""
+    """The names of all atoms of a model's parameters."""
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, Dims], inputs: Sequence[Dims]) -> None:
         self._model = model
@@ -55,7 +55,7 @@ class Names:
         self._of: dict[Atom, str] = {}
 
     def give(self, patterns: Mapping[str, str]) -> None:
-        """Name all: first as the user says, by pattern, then the others."""
+        """Gives all of them a name: first as the user says, by pattern, then the others."""
         self._take_patterns(patterns)
         taken = set(self._of.values())
         for group in self._groups():
@@ -69,21 +69,25 @@ class Names:
                 self._of.setdefault(atom, name)
 
     def of(self, atom: Atom) -> str:
+        """Returns the name of an atom; an empty one if it is no parameter's."""
         return self._of.get(atom.find(), "")
 
     def named(self, name: str) -> set[Atom]:
+        """Returns the atoms that have this name."""
         return {atom for atom, own in self._of.items() if own == name}
 
     @property
     def known(self) -> list[str]:
+        """Returns all names, in the order of the model."""
         return list(dict.fromkeys(self._of.values()))
 
     def describe(self, name: str) -> str:
-        """A parameter's dims, as `paceline dims` prints them."""
+        """Returns a parameter's dims, as `paceline dims` prints them."""
         dims = self._parameters[name]
         return " ".join("·".join(self.of(leaf) or str(leaf.size) for leaf in leaves(dim)) for dim in dims)
 
     def check(self, dim: str) -> None:
+        """Refuses the name of a dim that the model does not have."""
         if dim != BATCH and dim not in self._of.values():
             known = ", ".join(nearest_first(dim, [*self.known, BATCH]))
             raise StrategyError("layout", dim, f"no parameter has such a dim, there are {known} (paceline dims)")
@@ -116,8 +120,8 @@ class Names:
     # ── by themselves ────────────────────────────────────────────────────────────────────────────────────
 
     def _groups(self) -> list[list[Atom]]:
-        """Atoms that deserve one name: the same place in blocks that are alike, unless that would give two dims of
-        one parameter the same name."""
+        """Returns atoms that deserve one name, together: those in the same place in blocks that are alike, unless
+        that would give two dims of one parameter the same name."""
         groups: list[list[Atom]] = []
         of: dict[_Role, list[Atom]] = {}
         for atom, places in self._seen.items():

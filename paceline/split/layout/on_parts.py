@@ -13,14 +13,14 @@ from paceline.split.collectives import bounds, copied, gathered, reduced, sliced
 
 
 def take_part(x: torch.Tensor, group: DeviceGroup, dim: int, whole: int, inner: int) -> torch.Tensor:
-    """This device's part of a factor of a dim; `inner`: the product of the factors behind it."""
+    """Returns this device's part of a factor of a dim; `inner` is the product of the factors behind it."""
     if x.size(dim) == whole * inner and inner == 1:
         return sliced(x, group, dim)
     return sliced(_unflat(x, dim, whole, inner), group, dim + 1).flatten(dim, dim + 2)
 
 
 def put_together(x: torch.Tensor, group: DeviceGroup, dim: int, part: int, inner: int) -> torch.Tensor:
-    """The whole of a factor of a dim, from everybody's part."""
+    """Returns the whole of a factor of a dim, from everybody's part."""
     if x.size(dim) == part * inner and inner == 1:
         return gathered(x, group, dim)
     return gathered(_unflat(x, dim, part, inner), group, dim + 1).flatten(dim, dim + 2)
@@ -37,7 +37,7 @@ def linear(
     shape: Sequence[int],
     groups: Sequence[DeviceGroup],
 ) -> torch.Tensor:
-    """x @ weight of which the input dim is in parts: every device has a summand; the bias is added once."""
+    """Returns x @ weight where the input dim is in parts: every device has a summand; the bias is added once."""
     # As it is, if that will do: the gradient of a parameter may be computed where it goes, that of a view may not.
     weight = weight if weight.shape == tuple(shape) else weight.reshape(tuple(shape))
     bias = bias.reshape(-1) if bias is not None else None
@@ -57,6 +57,8 @@ def convolve(
     channel_groups: int,
     groups: Sequence[DeviceGroup],
 ) -> torch.Tensor:
+    """Returns the same for a convolution whose input channels are in parts; `channel_groups` of the module's are
+    here."""
     convolution: Any = (F.conv1d, F.conv2d, F.conv3d)[weight.dim() - 3]
     padding = module.padding
     if module.padding_mode != "zeros":
@@ -72,7 +74,8 @@ def convolve(
 def look_up(
     ids: torch.Tensor, weight: torch.Tensor, module: Any, start: int, groups: Sequence[DeviceGroup]
 ) -> torch.Tensor:
-    """Rows of a table of which this device has those from `start` on: who has a row gives it, the others zeros."""
+    """Returns rows of a table of which this device has those from `start` on: who has a row gives it, the others
+    zeros."""
     rows = weight.size(0)
     own = ids - start
     here = (own >= 0) & (own < rows)
@@ -87,7 +90,8 @@ def look_up(
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, whole: int, group: DeviceGroup
 ) -> torch.Tensor:
-    """Over a last dim that is in parts: two sums over the devices, about as many numbers as there are samples."""
+    """Normalizes over a last dim that is in parts: two sums over the devices, about as many numbers as there are
+    samples."""
 
     def mean(values: torch.Tensor) -> torch.Tensor:
         return copied(reduced(values.sum(-1, keepdim=True), group), group) / whole
@@ -101,7 +105,7 @@ def layer_norm(
 def dropout(
     x: torch.Tensor, p: float, training: bool, cuts: Sequence[tuple[int, int, int, DeviceGroup]]
 ) -> torch.Tensor:
-    """The mask of the whole tensor is drawn, as in one process, and this device's part of it used."""
+    """Drops as one process does: the mask of the whole tensor is drawn, and this device's part of it is used."""
     if not training or p == 0.0:
         return x
     shape = list(x.shape)
@@ -117,7 +121,7 @@ def dropout(
 
 
 def dropout_module(x: torch.Tensor, module: Any, cuts: Sequence[tuple[int, int, int, DeviceGroup]]) -> torch.Tensor:
-    """The same for nn.Dropout, in the mode in which the module is when it is called."""
+    """Does the same for nn.Dropout, in the mode in which the module is when it is called."""
     return dropout(x, module.p, module.training, cuts)
 
 
@@ -130,7 +134,8 @@ def attend(
     groups: Sequence[DeviceGroup],
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
-    """nn.MultiheadAttention over some of the heads: `in_proj_weight` is (3, heads, width, embed) of those."""
+    """Does what nn.MultiheadAttention does for some of the heads: `in_proj_weight` is (3, heads, width, embed) of
+    those."""
     width = module.head_dim
     weights = module.in_proj_weight.reshape(3, heads * width, -1)
     biases = module.in_proj_bias.reshape(3, -1) if module.in_proj_bias is not None else [None] * 3
@@ -163,4 +168,5 @@ def _mask(options: dict[str, Any], q: torch.Tensor) -> torch.Tensor | None:
 
 
 def view(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Returns `x` in that shape."""
     return x.reshape(tuple(shape))

@@ -123,7 +123,7 @@ class GraphRewriter:
                 )
 
     def _fitted(self, operand: fx.Node, needed: set[Atom], target: Cuts, working: set[str]) -> fx.Node:
-        """The operand with the parts that the operator works on."""
+        """Returns the operand with the parts that the operator works on."""
         dims = self._graph_dims.dims[operand]
         if isinstance(dims, tuple):
             return operand
@@ -161,7 +161,8 @@ class GraphRewriter:
         return math.prod(self._axes.part(atom) if atom in cut else atom.size for atom in behind)
 
     def _once(self, node: fx.Node, function: Any, *arguments: Any) -> fx.Node:
-        """The same done to the same node for several operators is done once, right behind it."""
+        """Returns a node that does `function` to `node`; for several operators it is done once, right behind the
+        node."""
         key = (node, function, *(id(a) if isinstance(a, DeviceGroup) else a for a in arguments))
         if key not in self._known:
             after = node.next
@@ -191,6 +192,8 @@ class GraphRewriter:
     # ── operators that are others on parts ───────────────────────────────────────────────────────────────
 
     def _local(self, node: fx.Node, op: Op, target: Cuts, over: list[str]) -> fx.Node:
+        """Returns the node that does on parts what `node` does on whole tensors: another operator, if its kind has
+        one here (`_linear`, `_conv` …), and else the same with its result summed."""
         groups = tuple(self._axes.groups[axis] for axis in dict.fromkeys(over))
         way = getattr(self, f"_{op.kind.replace(' ', '_')}", None) if op.kind and target else None
         if way is not None:
@@ -305,7 +308,7 @@ class GraphRewriter:
     # ── the rest ─────────────────────────────────────────────────────────────────────────────────────────
 
     def _plain_numbers(self, node: fx.Node) -> None:
-        """Sizes and the like: a model that asks for them expects those of whole tensors."""
+        """Gives sizes and the like of whole tensors to a model that asks for them."""
         for operand in node.all_input_nodes:
             dims = self._graph_dims.dims[operand]
             if not isinstance(dims, list) or not self._cut.get(operand):
@@ -323,7 +326,7 @@ class GraphRewriter:
         self._cut[node] = {}
 
     def _whole_sizes(self, node: fx.Node, dims: list[Dim]) -> tuple[int | None, ...] | None:
-        """For x.size() and x.shape of a tensor in parts: the whole sizes of the dims that are cut."""
+        """Returns, for x.size() and x.shape of a tensor in parts, the whole sizes of the dims that are cut."""
         asks = node.target == "size" or (node.target is getattr and node.args[1] == "shape")
         if not asks:
             return None
@@ -333,6 +336,7 @@ class GraphRewriter:
         )
 
     def _put_all_together(self, node: fx.Node) -> None:
+        """Makes whole what the model returns."""
         for operand in list(node.all_input_nodes):
             dims = self._graph_dims.dims[operand]
             if isinstance(dims, list) and self._cut.get(operand):

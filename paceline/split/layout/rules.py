@@ -21,6 +21,7 @@ from paceline.split.layout.graph_dims import GraphDims, Op, Rule
 
 
 def pointwise(t: GraphDims, node: fx.Node) -> Op | None:
+    """Element by element: dims that meet are the same."""
     out: Dims = t.fresh(t.values[node.name])
     for operand in node.all_input_nodes:
         value = t.values[operand.name]
@@ -33,7 +34,7 @@ def pointwise(t: GraphDims, node: fx.Node) -> Op | None:
 
 
 def normalized(t: GraphDims, node: fx.Node) -> Op | None:
-    """LayerNorm: over the last dims, which a distributed way of it may have in parts."""
+    """LayerNorm works over the last dims; one that is distributed may have them in parts."""
     module = t.module(node)
     out = [list(dim) for dim in t.of(node.args[0])]
     count = len(module.normalized_shape)  # type: ignore[arg-type]
@@ -49,6 +50,7 @@ def normalized(t: GraphDims, node: fx.Node) -> Op | None:
 
 
 def dropout(t: GraphDims, node: fx.Node) -> Op | None:
+    """Dropout is pointwise, but its mask is that of the whole tensor."""
     op = pointwise(t, node)
     if op is not None:
         op.kind = "dropout"
@@ -56,7 +58,7 @@ def dropout(t: GraphDims, node: fx.Node) -> Op | None:
 
 
 def per_channel(t: GraphDims, node: fx.Node) -> Op | None:
-    """BatchNorm: every channel by itself."""
+    """BatchNorm treats every channel by itself."""
     out = [list(dim) for dim in t.of(node.args[0])]
     parameters = {}
     for name in ("weight", "bias", "running_mean", "running_var"):
@@ -73,6 +75,7 @@ LATE = frozenset({"bias"})
 
 
 def linear(t: GraphDims, node: fx.Node) -> Op | None:
+    """The input dim is summed over, the weight's outputs take its place."""
     weight = t.own(node, "weight")
     x = t.of(node.args[0])
     if weight is None or not x or not join(weight[1], x[-1]):
@@ -85,6 +88,7 @@ def linear(t: GraphDims, node: fx.Node) -> Op | None:
 
 
 def convolution(t: GraphDims, node: fx.Node) -> Op | None:
+    """Channels are as in a linear layer, or each by itself; what is looked at around a pixel is whole."""
     module: Any = t.module(node)
     weight, x, value = t.own(node, "weight"), t.of(node.args[0]), t.values[node.name]
     if weight is None or len(x) != weight_dims(module):
@@ -107,10 +111,12 @@ def convolution(t: GraphDims, node: fx.Node) -> Op | None:
 
 
 def weight_dims(module: Any) -> int:
+    """Returns how many dims the weight has: as many as a batch of images."""
     return int(module.weight.dim())
 
 
 def embedding(t: GraphDims, node: fx.Node) -> Op | None:
+    """Rows are picked: who has a row gives it, so the table's rows are summed over."""
     weight = t.own(node, "weight")
     if weight is None:
         return None
@@ -118,6 +124,7 @@ def embedding(t: GraphDims, node: fx.Node) -> Op | None:
 
 
 def matmul(t: GraphDims, node: fx.Node) -> Op | None:
+    """The inner dim is summed over, leading dims are the same."""
     a, b = (t.of(argument) for argument in node.args[:2])
     if len(a) < 2 or len(b) < 2 or not join(a[-1], b[-2]):
         return None
@@ -130,7 +137,7 @@ def matmul(t: GraphDims, node: fx.Node) -> Op | None:
 
 
 def attention(t: GraphDims, node: fx.Node) -> Op | None:
-    """scaled_dot_product_attention: any leading dim may be cut, such as heads."""
+    """scaled_dot_product_attention may be cut along any leading dim, such as heads."""
     q, k, v = (t.of(argument) for argument in node.args[:3])
     if not (len(q) == len(k) == len(v) >= 3):
         return None
@@ -148,7 +155,7 @@ def attention(t: GraphDims, node: fx.Node) -> Op | None:
 
 
 def heads(t: GraphDims, node: fx.Node) -> Op | None:
-    """nn.MultiheadAttention: cut by heads."""
+    """nn.MultiheadAttention is cut by heads."""
     module: Any = t.module(node)
     q, k, v = (t.of(argument) for argument in (*node.args, *node.kwargs.values())[:3])
     inner, weights = t.own(node, "in_proj_weight"), t.values[node.name][1]
@@ -189,12 +196,13 @@ def heads(t: GraphDims, node: fx.Node) -> Op | None:
 
 
 def reshape(t: GraphDims, node: fx.Node) -> Op | None:
+    """The same atoms in other groups."""
     dims = regroup(t.of(node.args[0]), t.shape(node))
     return None if dims is None else Op(dims, kind="reshape")
 
 
 def permute(t: GraphDims, node: fx.Node) -> Op | None:
-    """Any reordering: what goes where is found by strides of the result."""
+    """The same dims in another order."""
     x, rank = t.of(node.args[0]), len(t.shape(node))
     if len(x) != rank:
         return None
@@ -213,13 +221,14 @@ def permute(t: GraphDims, node: fx.Node) -> Op | None:
 
 
 def unsqueeze(t: GraphDims, node: fx.Node) -> Op | None:
+    """A dim of 1 comes in between."""
     x = list(t.of(node.args[0]))
     at = int((*node.args, *node.kwargs.values())[1]) % (len(x) + 1)  # type: ignore[arg-type]
     return Op([*x[:at], [Atom(1)], *x[at:]])
 
 
 def reduction(t: GraphDims, node: fx.Node) -> Op | None:
-    """sum and mean over dims that are whole."""
+    """`sum` and `mean` go over dims that are whole."""
     x, rank = t.of(node.args[0]), len(t.of(node.args[0]))
     given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     if given is None:
@@ -231,7 +240,7 @@ def reduction(t: GraphDims, node: fx.Node) -> Op | None:
 
 
 def along_one(t: GraphDims, node: fx.Node) -> Op | None:
-    """softmax and the like: one dim whole, the others any."""
+    """softmax and the like need one dim whole, the others pass."""
     x = t.of(node.args[0])
     given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     if node.op == "call_module":
@@ -242,7 +251,7 @@ def along_one(t: GraphDims, node: fx.Node) -> Op | None:
 
 
 def spatial(t: GraphDims, node: fx.Node) -> Op | None:
-    """Pooling, padding of images, upsampling: batch and channels pass, the rest is whole."""
+    """Pooling, padding of images and upsampling let batch and channels pass and need the rest whole."""
     x, value = t.of(node.args[0]), t.values[node.name]
     if not isinstance(value, torch.Tensor) or len(x) != value.dim() or len(x) < 3:
         return None
@@ -252,7 +261,7 @@ def spatial(t: GraphDims, node: fx.Node) -> Op | None:
 
 
 def pieces(t: GraphDims, node: fx.Node) -> Op | None:
-    """chunk and split into equal pieces: the outer factor of the dim is taken apart."""
+    """`chunk` and `split` into equal pieces take the outer factor of the dim apart."""
     values, x = t.values[node.name], t.of(node.args[0])
     given = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
     at = int(given) % len(x)  # type: ignore[arg-type]
@@ -268,6 +277,7 @@ def pieces(t: GraphDims, node: fx.Node) -> Op | None:
 
 
 def item(t: GraphDims, node: fx.Node) -> Op | None:
+    """One of several results, or a part of a tensor by slices."""
     source, index = node.args[:2]
     dims = t.dims.get(source) if isinstance(source, fx.Node) else None
     if isinstance(dims, tuple) and isinstance(index, int):
@@ -295,6 +305,7 @@ def item(t: GraphDims, node: fx.Node) -> Op | None:
 
 
 def concatenation(t: GraphDims, node: fx.Node) -> Op | None:
+    """The dim along which tensors are put together is whole, the others are the same."""
     operands = [t.of(operand) for operand in node.args[0]]  # type: ignore[union-attr]
     given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
     out: Dims = t.fresh(t.values[node.name])

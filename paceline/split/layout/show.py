@@ -15,11 +15,12 @@ from paceline.split.layout.model_dims import ModelDims
 
 
 def tell_dims(model: nn.Module, example: Example, patterns: Mapping[str, str], path: Path) -> None:
-    """Write down the dims of the model, called so."""
+    """Writes the dims of the model, called so, into a file."""
     path.write_text(json.dumps(dims_of(model, example, patterns)))
 
 
 def dims_of(model: nn.Module, example: Example, patterns: Mapping[str, str]) -> dict[str, Any]:
+    """Returns them: every parameter's, and for every name its sizes and how many elements have it."""
     dimensions = ModelDims(model)
     dimensions.trace(example, grad=True)
     names = dimensions.names(patterns)

@@ -55,7 +55,7 @@ class _Flight:
 
 
 class StagesCut(Cut):
-    """One stage of a pipeline."""
+    """One stage of a pipeline, on the device that has it."""
 
     def __init__(self, split: values.Stages, peers: Peers) -> None:
         super().__init__(peers)
@@ -86,6 +86,7 @@ class StagesCut(Cut):
         model.forward = self._part_forward
 
     def _decide(self, model: nn.Module, leaves: list[Any], spec: TreeSpec) -> None:
+        """Decides where the model is cut, as the first device of all says, and builds this device's stage."""
         traced = trace(model, self._forward, leaves, spec, grad=True)
         names = self._split.cut_at
         named = divide.at_modules(model, traced, names)  # on every device: what is wrong is said at once
@@ -107,7 +108,8 @@ class StagesCut(Cut):
         self._parts = [StageModule(model, traced, self._places, self._stage, self._random)]
 
     def _measure(self, model: nn.Module, traced: Traced, leaves: list[Any], spec: TreeSpec) -> Measured:
-        """On as much as a micro-batch, if it can be told which dim of the arguments is that of samples."""
+        """Returns what operations cost, on as much as a micro-batch if it can be told which dim of the arguments is
+        that of samples."""
         lengths = {leaf.size(0) for leaf in tensors(leaves) if leaf.dim()}
         if len(lengths) == 1:
             length = length_of(leaves)
@@ -133,7 +135,7 @@ class StagesCut(Cut):
         return sum(place <= number for place in places)
 
     def _part(self, leaves: Sequence[Any], spec: TreeSpec) -> StageModule:
-        """This stage's part of what the model does when it is called like this."""
+        """Returns this stage's part of what the model does when it is called like this."""
         for part in self._parts:
             if part.traced.fits(self._model, leaves, spec):
                 return part
@@ -164,6 +166,8 @@ class StagesCut(Cut):
     # ── forward ──────────────────────────────────────────────────────────────────────────────────────────
 
     def _part_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Takes the place of the model's forward: this stage's part of a micro-batch, or all stages one after
+        another."""
         leaves, spec = tree_flatten((args, kwargs))
         flight = self._flight
         if flight is None:
@@ -187,6 +191,7 @@ class StagesCut(Cut):
         return part.output(found, self._model)
 
     def _take(self, part: StageModule, leaves: Sequence[Any], flight: _Flight | None) -> dict[fx.Node, Any]:
+        """Returns the values that this stage begins with: inputs of the model, and what other stages send."""
         found: dict[fx.Node, Any] = dict(zip(part.traced.inputs, tensors(leaves), strict=True))
         for source, nodes in part.takes.items():
             if nodes:
@@ -241,7 +246,7 @@ class StagesCut(Cut):
         return total
 
     def _check_statistics(self, model: nn.Module, count: int) -> None:
-        """Replicas that share statistics have to have as many micro-batches."""
+        """Refuses fewer micro-batches than on other replicas, where they share statistics."""
         if any(getattr(getattr(module, "_statistics", None), "sum", None) for module in model.modules()):
             raise DataError(
                 "batch size",
@@ -251,6 +256,7 @@ class StagesCut(Cut):
             )
 
     def _forward_one(self, loss: Loss, model: nn.Module, piece: Any, flight: _Flight, check: Check) -> float:
+        """Runs a micro-batch forward. Returns its share of the loss, on the last stage."""
         torch.default_generator.manual_seed(flight.seed)
         self._flight = flight
         try:
@@ -266,6 +272,7 @@ class StagesCut(Cut):
         return value * flight.share
 
     def _backward_one(self, flight: _Flight) -> None:
+        """Runs a micro-batch backward, and sends gradients to the stages before."""
         if flight.loss is not None:
             flight.loss.backward()  # type: ignore[no-untyped-call]
         else:
@@ -275,7 +282,7 @@ class StagesCut(Cut):
                 self._send([leaf.grad for leaf in leaves], source)
 
     def _backward_of_others(self, flight: _Flight) -> None:
-        """From the gradients of what was sent; those of a value that several stages use add up."""
+        """Goes back from the gradients of what was sent; those of a value that several stages use add up."""
         edges: list[GradientEdge] = []
         gradients: list[torch.Tensor] = []
         for target, sent in sorted(flight.given.items()):

@@ -18,7 +18,7 @@ _NAMED = 6  # names in an error
 
 
 def by_cost(traced: Traced, measured: Measured, stages: int) -> list[int]:
-    """The positions at which the second stage begins, the third …"""
+    """Returns the positions at which the second stage begins, the third …"""
     crossing = bytes_crossing(traced, measured)
     total = list(itertools.accumulate(measured.seconds, initial=0.0))
     places = [place for place in range(1, len(measured.seconds)) if place not in measured.forbidden]
@@ -36,7 +36,7 @@ def by_cost(traced: Traced, measured: Measured, stages: int) -> list[int]:
 
 
 def bytes_crossing(traced: Traced, measured: Measured) -> list[int]:
-    """By place: how many bytes are alive that come from before and are used behind."""
+    """Returns by place how many bytes are alive that come from before and are used behind."""
     crossing = [0] * (len(measured.bytes) + 1)
     for number, (size, until) in enumerate(zip(measured.bytes, last_uses(traced), strict=True)):
         for place in range(number + 1, min(until, len(measured.bytes) - 1) + 1):
@@ -45,7 +45,7 @@ def bytes_crossing(traced: Traced, measured: Measured) -> list[int]:
 
 
 def _fewer(places: list[int], total: Sequence[float], crossing: Sequence[int]) -> list[int]:
-    """Of very many places one in every span of time, where the fewest bytes cross."""
+    """Returns, of very many places, one in every span of time, where the fewest bytes cross."""
     if len(places) <= MOST_PLACES:
         return places
     best: dict[int, int] = {}
@@ -64,8 +64,8 @@ def _best(
     stages: int,
     limit: float | None,
 ) -> tuple[float, list[int]]:
-    """The slowest stage, and the places. Without `limit` the fastest slowest stage; with it the fewest bytes among
-    those in which no stage is slower."""
+    """Returns the slowest stage's time, and the places. Without `limit` the slowest stage is as fast as can be; with
+    it as few bytes cross as can be while no stage is slower than that."""
     ends = [*places, len(total) - 1]
     # By last place: (what is to be small, slowest stage, places) of the first k stages.
     reached: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
@@ -90,7 +90,7 @@ def _best(
 
 
 def at_modules(model: nn.Module, traced: Traced, names: Sequence[str]) -> list[int]:
-    """The positions of the first operations of these modules."""
+    """Returns the positions of the first operations of these modules."""
     begins: dict[str, int] = {}
     for number, node in enumerate(traced.nodes):
         for path, _ in node.meta.get("nn_module_stack", {}).values():
@@ -109,6 +109,7 @@ def at_modules(model: nn.Module, traced: Traced, names: Sequence[str]) -> list[i
 
 
 def _explain(model: nn.Module, traced: Traced, name: str, known: list[str]) -> None:
+    """Raises the sentence for a module at which no stage can begin."""
     parts = name.split(".")
     for length in range(len(parts) - 1, 0, -1):
         outer = ".".join(parts[:length])
@@ -121,7 +122,7 @@ def _explain(model: nn.Module, traced: Traced, name: str, known: list[str]) -> N
 
 
 def check(measured: Measured, places: Sequence[int], names: Sequence[str]) -> None:
-    """A place that the user has named must be one where the model can be cut."""
+    """Refuses a place that the user has named where the model cannot be cut."""
     for place, name in zip(places, names, strict=True):
         if place in measured.forbidden:
             raise StrategyError(
@@ -133,7 +134,7 @@ def check(measured: Measured, places: Sequence[int], names: Sequence[str]) -> No
 
 
 def follow(traced: Traced, first: Traced, places: Sequence[int]) -> list[int]:
-    """Where another trace of the same model is cut: every module stays on its stage."""
+    """Returns where another trace of the same model is cut: every module stays on its stage."""
     mine, firsts = traced.nodes, first.nodes
     if [(node.op, node.target) for node in mine] == [(node.op, node.target) for node in firsts]:
         return list(places)

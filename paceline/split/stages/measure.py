@@ -34,7 +34,7 @@ _clock = time.thread_time  # what others do on this core meanwhile does not coun
 
 @dataclass
 class Measured:
-    """By position of an operation in `Traced.nodes`."""
+    """What was found, by position of an operation in `Traced.nodes`."""
 
     seconds: list[float]  # of forward and backward
     bytes: list[int]  # of what it gives
@@ -45,7 +45,7 @@ class Measured:
 
 
 def run_node(model: nn.Module, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    """One operation, on the values of those before it."""
+    """Runs one operation on the values of those before it, and returns its own."""
     args = fx.map_arg(node.args, values.__getitem__)
     kwargs = fx.map_arg(node.kwargs, values.__getitem__)
     if node.op == "get_attr":
@@ -58,6 +58,7 @@ def run_node(model: nn.Module, node: fx.Node, values: Mapping[fx.Node, Any]) -> 
 
 
 def attribute(model: nn.Module, path: str) -> Any:
+    """Returns the model's attribute at a path with dots."""
     found: Any = model
     for name in path.split("."):
         found = getattr(found, name)
@@ -65,7 +66,7 @@ def attribute(model: nn.Module, path: str) -> Any:
 
 
 def buffers_used(model: nn.Module, traced: Traced) -> list[set[str]]:
-    """By position, (first) names of the buffers an operation has to do with."""
+    """Returns by position the (first) names of the buffers that an operation has to do with."""
     names = {id(buffer): name for name, buffer in model.named_buffers()}
 
     def of(node: fx.Node) -> Iterator[Any]:
@@ -79,13 +80,14 @@ def buffers_used(model: nn.Module, traced: Traced) -> list[set[str]]:
 
 
 def last_uses(traced: Traced) -> list[int]:
-    """By position, that of the last operation that uses its value; one behind the last for what is returned."""
+    """Returns by position that of the last operation that uses its value; one behind the last for what is returned."""
     position = {node: number for number, node in enumerate(traced.nodes)}
     return [max((position.get(user, len(position)) for user in node.users), default=0) for node in traced.nodes]
 
 
 def measure(model: nn.Module, traced: Traced, tensors: Sequence[torch.Tensor], forward: Any) -> Measured:
-    """`tensors`: of the example; `forward()`: the model's own forward on them."""
+    """Returns what the operations cost. `tensors` are those of the example, `forward()` is the model's own forward
+    on them."""
     with left_as_it_was(model):
         found = _look(model, traced, tensors)
     with left_as_it_was(model), torch.no_grad():
@@ -157,6 +159,7 @@ def _versions(value: Any) -> list[int]:
 
 
 def _travels(value: Any) -> bool:
+    """Returns whether a value can go to another device."""
     try:
         pack(value)
     except CannotTravel:
@@ -165,7 +168,8 @@ def _travels(value: Any) -> bool:
 
 
 def _compare(model: nn.Module, expected: Any, found: Any) -> None:
-    """The list of operations has to give what the model gives: torch.fx does not notice everything."""
+    """Refuses a model whose list of operations does not give what the model gives: torch.fx does not notice
+    everything."""
     pairs = list(zip(_tensors(expected), _tensors(found), strict=False))
     same = len(_tensors(expected)) == len(_tensors(found)) and all(_close(one, other) for one, other in pairs)
     if not same:
@@ -191,7 +195,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _copying() -> float:
-    """Seconds a byte: into shared memory and out of it, forward and backward."""
+    """Returns the seconds that a byte takes into shared memory and out of it, forward and backward."""
     source = torch.ones(_COPIED_BYTES, dtype=torch.uint8)
     target = source.clone()
     began = _clock()
@@ -212,6 +216,7 @@ def _time(model: nn.Module, traced: Traced, tensors: Sequence[torch.Tensor]) -> 
 
 
 def _one(model: nn.Module, node: fx.Node, values: dict[fx.Node, Any]) -> tuple[Any, float]:
+    """Runs one operation forward and backward. Returns its value, and the seconds."""
     began = _clock()
     try:
         value = run_node(model, node, values)
@@ -227,6 +232,7 @@ def _one(model: nn.Module, node: fx.Node, values: dict[fx.Node, Any]) -> tuple[A
 
 
 def _begins(model: nn.Module, node: fx.Node, values: Mapping[fx.Node, Any]) -> list[torch.Tensor]:
+    """Returns the tensors at which an operation's backward ends: its inputs and parameters."""
     found: Iterable[torch.Tensor] = [
         leaf for source in node.all_input_nodes for leaf in _tensors(values[source]) if leaf.requires_grad
     ]

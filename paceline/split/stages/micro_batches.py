@@ -14,7 +14,8 @@ from paceline.torch_private import tree_leaves, tree_map
 
 
 def length_of(batch: Any) -> int:
-    """How many samples there are: the leading size that most tensors have, the first one's if none is more frequent."""
+    """Returns how many samples there are: the leading size that most tensors have, the first one's if none is more
+    frequent."""
     sizes = Counter(leaf.size(0) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim())
     if not sizes:
         raise DataError(
@@ -24,7 +25,7 @@ def length_of(batch: Any) -> int:
 
 
 def micro_batches(batch: Any, count: int) -> list[tuple[Any, float]]:
-    """At most `count` of them, none without samples, each with its share of the samples.
+    """Returns at most `count` of them, none without samples, each with its share of the samples.
 
     Tensors with as many rows as there are samples are cut, and lists of as many plain things; all else goes to all."""
     length = length_of(batch)
@@ -35,6 +36,8 @@ def micro_batches(batch: Any, count: int) -> list[tuple[Any, float]]:
 
 
 def part_of(batch: Any, length: int, start: int, stop: int) -> Any:
+    """Returns the samples from `start` to `stop` of a batch of `length`."""
+
     def is_list(value: Any) -> bool:
         plain = isinstance(value, list) and len(value) == length
         return plain and not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))

@@ -6,7 +6,7 @@ FORWARD, BACKWARD = "forward", "backward"
 
 
 def order(schedule: str, stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]:
-    """What a stage does, one after another, each for a micro-batch.
+    """Returns what a stage does, one after another, each for a micro-batch.
 
     With "gpipe" all forwards come first, and all micro-batches are held. With "1f1b" a stage begins backwards as soon
     as it can, and holds at most one more micro-batch than there are stages behind it.

@@ -18,16 +18,17 @@ class OperationSeeds:
     cut makes no difference to its dropout."""
 
     def __init__(self, seed: int | None) -> None:
-        """None: whatever comes next."""
+        """Without a seed operations draw whatever comes next."""
         self._seed = seed
 
     def begin(self, number: int) -> None:
+        """Seeds the generator for the operation with this number."""
         if self._seed is not None:
             torch.default_generator.manual_seed(mixed(self._seed, number))
 
 
 class StageModule:
-    """What stage `stage` does of `traced`, which is cut at `places`."""
+    """What stage `stage` does of `traced`, which is cut at `places`, as a module that can be run."""
 
     def __init__(
         self, model: nn.Module, traced: Traced, places: Sequence[int], stage: int, random: Sequence[int]
@@ -58,12 +59,12 @@ class StageModule:
         self._module, self._arguments = _build(model, traced, own, taken, self._keeps, set(random))
 
     def run(self, values: dict[fx.Node, Any], seeds: OperationSeeds) -> None:
-        """`values` has inputs of the model and what came from other stages, and gets what others need."""
+        """Runs it. `values` has inputs of the model and what came from other stages, and gets what others need."""
         arguments = [values.get(node) for node in self._arguments]
         values.update(zip(self._keeps, self._module.forward(seeds, *arguments), strict=True))
 
     def output(self, values: dict[fx.Node, Any], model: nn.Module) -> Any:
-        """What the model returns."""
+        """Returns what the model returns."""
 
         def value_of(node: fx.Node) -> Any:
             if node.op == "get_attr":
@@ -76,12 +77,13 @@ class StageModule:
 
 
 def _makes_a_record(node: fx.Node) -> bool:
-    """Of a user's own kind, out of tensors: it is made anew on every device, and does not travel."""
+    """Returns whether the node makes a value of a user's own kind out of tensors. Such a value is made anew on every
+    device, and does not travel."""
     return node.op == "call_function" and isinstance(node.target, type)
 
 
 def _behind(output: Any) -> list[fx.Node]:
-    """The nodes whose values an output is made of."""
+    """Returns the nodes whose values an output is made of."""
     found: dict[fx.Node, None] = {}
 
     def note(node: fx.Node) -> fx.Node:
@@ -103,7 +105,7 @@ def _build(
     keeps: Sequence[fx.Node],
     random: set[int],
 ) -> tuple[nn.Module, list[fx.Node]]:
-    """A module of these operations, and the values it is called with after the seeds."""
+    """Returns a module of these operations, and the values it is called with after the seeds."""
     graph = fx.Graph()
     seeds = graph.placeholder("seeds")
     number_of = {node: number for number, node in enumerate(traced.nodes)}
@@ -122,7 +124,7 @@ def _build(
 
 
 def _plain(value: Any) -> Any:
-    """Lists and dicts of torch.fx cannot be changed; a user's output can."""
+    """Returns an output that can be changed, as a user's can; lists and dicts of torch.fx cannot."""
     if isinstance(value, tuple):
         entries = [_plain(entry) for entry in value]
         return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)

@@ -64,12 +64,13 @@ class TilesCut(Cut):
         return module in self._norms and self._norms[module].sees_tiles
 
     def train(self, loss: Loss, model: nn.Module, batch: Any, weight: float, check: Check) -> float:
-        """All devices compute the loss, and it counts on the first: gradients are summands."""
+        """Computes the loss, as all devices do; it counts on the first: gradients are summands."""
         return train(loss, model, batch, weight if self.speaks else 0.0, check)
 
     # ── the model's forward ──────────────────────────────────────────────────────────────────────────────
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs the model's own forward on tiles, and returns whole tensors."""
         args, kwargs = tree_map(self._entering, args), tree_map(self._entering, kwargs)
         with self._tiled:
             found = forward(*args, **kwargs)
@@ -77,8 +78,8 @@ class TilesCut(Cut):
         return tree_map(lambda leaf: gathered(leaf) if isinstance(leaf, Tile) else leaf, found)
 
     def _entering(self, leaf: Any) -> Any:
-        """The gradient of an input, if anybody wants it, is whole: on all for what the user holds in hand; on the first
-        for what was computed, which adds it up with all else."""
+        """Returns an input with the right gradient. If anybody wants it, it is whole: on all for what the user holds
+        in hand; on the first for what was computed, which adds it up with all else."""
         if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad or not torch.is_grad_enabled():
             return leaf
         return _Entered.apply(leaf, self.peers.everyone, leaf.is_leaf)  # type: ignore[no-untyped-call]
@@ -105,6 +106,7 @@ class TilesCut(Cut):
             )
 
     def _refuse(self, model: nn.Module) -> None:
+        """Raises the sentence for a model of which nothing could be cut."""
         split = f"{self._split.rows}x{self._split.columns}"
         if self._tiled.dry_run.why_not is not None:
             module, name, why = self._tiled.dry_run.why_not
@@ -132,7 +134,7 @@ class _Entered(torch.autograd.Function):
 
 @contextmanager
 def _named(model: nn.Module, where: list[str]) -> Iterator[None]:
-    """While the model runs, `where` ends with the name of the module that does."""
+    """Keeps the name of the module that runs at the end of `where`."""
 
     def left(*_: Any) -> None:
         where.pop()

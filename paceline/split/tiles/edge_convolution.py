@@ -22,7 +22,7 @@ from paceline.exchange.mailboxes import DeviceGroup
 
 @dataclass(frozen=True)
 class ConvolutionShape:
-    """Of a convolution with strides of one: how far it reaches along the dim that is cut, and what torch is told."""
+    """A convolution with strides of one: how far it reaches along the dim that is cut, and what torch is told."""
 
     dim: int
     reach: int
@@ -32,14 +32,14 @@ class ConvolutionShape:
 
     @property
     def of_strip(self) -> tuple[int, ...]:
-        """The padding for a strip, which has its zeros along the dim that is cut already."""
+        """Returns the padding for a strip, which has its zeros along the dim that is cut already."""
         return tuple(0 if 2 + i == self.dim else pad for i, pad in enumerate(self.padding))
 
 
 def convolved(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: DeviceGroup, shape: ConvolutionShape
 ) -> torch.Tensor:
-    """The rows of this device, of a convolution over the tiles of the group."""
+    """Returns the rows of this device, of a convolution over the tiles of the group."""
     return _Convolved.apply(x, weight, bias, group, shape)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -87,7 +87,7 @@ class _Convolved(torch.autograd.Function):
 
 
 def _neighbours(group: DeviceGroup) -> Iterator[tuple[int, bool]]:
-    """Who has the rows before this device's first one, and after its last one; and which of both."""
+    """Yields who has the rows before this device's first one, and after its last one; and which of both."""
     if group.index > 0:
         yield group.ranks[group.index - 1], True
     if group.index < group.count - 1:
@@ -95,12 +95,12 @@ def _neighbours(group: DeviceGroup) -> Iterator[tuple[int, bool]]:
 
 
 def _edge(x: torch.Tensor, shape: ConvolutionShape, first: bool) -> torch.Tensor:
-    """The rows of a tile that see a neighbour's, and that a neighbour sees: the first, or the last."""
+    """Returns the rows of a tile that see a neighbour's, and that a neighbour sees: the first, or the last."""
     return x.narrow(shape.dim, 0 if first else x.size(shape.dim) - shape.reach, shape.reach)
 
 
 def _strip(halo: torch.Tensor, shape: ConvolutionShape, first: bool) -> torch.Tensor:
-    """A neighbour's rows, and zeros in the place of so many own ones as the rows at the edge look at."""
+    """Returns a neighbour's rows, and zeros in the place of so many own ones as the rows at the edge look at."""
     size = list(halo.shape)
     size[shape.dim] *= 3
     strip = halo.new_zeros(size)

@@ -22,16 +22,18 @@ from paceline.split.tiles.tile import Tile
 
 
 def overlap(one: Range, other: Range) -> Range | None:
+    """Returns the rows that are in both; None if there are none."""
     start, stop = max(one[0], other[0]), min(one[1], other[1])
     return (start, stop) if start < stop else None
 
 
 def _rows(x: torch.Tensor, dim: int, origin: int, rows: Range) -> torch.Tensor:
+    """Returns these rows of a tensor whose first one is row `origin`."""
     return x.narrow(dim, rows[0] - origin, rows[1] - rows[0])
 
 
 class Pieces:
-    """What lies side by side in a tensor that was put together: own rows, and others that are kept here."""
+    """How a tensor was put together: own rows, and pieces beside them that are kept here."""
 
     def __init__(self, dim: int) -> None:
         self.dim = dim
@@ -39,12 +41,13 @@ class Pieces:
         self.own: Range = (0, 0)  # which of them
 
     def join(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns it, put together around this device's rows in `x`."""
         own = x.narrow(self.dim, *self.own)
         return torch.cat([own if piece is None else piece for piece in self.others], self.dim)
 
 
 def _as_laid_out(x: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
-    """`piece` in the memory format of x: one that differs would make the whole lose it."""
+    """Returns `piece` in the memory format of x: one that differs would make the whole lose it."""
     if x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last):
         return piece.contiguous(memory_format=torch.channels_last)
     return piece
@@ -131,7 +134,7 @@ def summed(x: torch.Tensor, group: DeviceGroup) -> torch.Tensor:
 
 
 def gathered(tile: Tile) -> torch.Tensor:
-    """The whole."""
+    """Returns the whole of which everybody has a tile."""
     x = tile.local
     for axis, dim, length in reversed(list(zip(tile.tiled.grid.axes, tile.dims, tile.lengths, strict=True))):
         x = _TilesGathered.apply(x, axis.group, dim, length)  # type: ignore[no-untyped-call]
@@ -155,7 +158,7 @@ class Widened:
         self.x = x
 
     def kept_small(self) -> AbstractContextManager[Any]:
-        """Around the op."""
+        """Returns what is to stand around the op, so that autograd keeps the pieces and not the tensor."""
         if not self._joins or not torch.is_grad_enabled():
             return nullcontext()
         at, shape = self.x.data_ptr(), self.x.shape

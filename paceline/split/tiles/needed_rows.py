@@ -18,7 +18,7 @@ Range = tuple[int, int]
 
 @lru_cache(maxsize=4096)
 def ranges(length: int, parts: int) -> tuple[Range, ...]:
-    """Which rows every device has.
+    """Returns which rows every device has.
 
     >>> ranges(7, 3)
     ((0, 3), (3, 5), (5, 7))
@@ -29,8 +29,8 @@ def ranges(length: int, parts: int) -> tuple[Range, ...]:
 
 @dataclass(frozen=True)
 class NeededRows:
-    """By device: the rows it has, those it needs, and how many lie before the first row and after the last one, where
-    there is only padding."""
+    """The rows that every device has, those it needs, and how many it needs before the first row and after the last
+    one, where there is only padding."""
 
     have: tuple[Range, ...]
     need: tuple[Range, ...]
@@ -39,11 +39,12 @@ class NeededRows:
 
     @property
     def nothing_moves(self) -> bool:
+        """Returns whether every device has just what it needs."""
         return self.have == self.need and not any(self.before) and not any(self.after)
 
 
 def needed_rows(have: tuple[Range, ...], windows: Sequence[Range]) -> NeededRows:
-    """From windows that may reach beyond the input.
+    """Returns them for windows that may reach beyond the input.
 
     >>> wanted(((0, 4), (4, 7)), [(-1, 5), (3, 8)])
     Wants(have=((0, 4), (4, 7)), need=((0, 5), (3, 7)), before=(1, 0), after=(0, 1))
@@ -60,7 +61,7 @@ def needed_rows(have: tuple[Range, ...], windows: Sequence[Range]) -> NeededRows
 
 @lru_cache(maxsize=4096)
 def sliding(length: int, outputs: int, parts: int, kernel: int, stride: int, before: int, dilation: int) -> NeededRows:
-    """What a convolution or a pooling needs, `before` rows of padding being in front."""
+    """Returns what a convolution or a pooling needs, `before` rows of padding being in front."""
     reach = dilation * (kernel - 1) + 1
     windows = [
         (start * stride - before, (stop - 1) * stride - before + reach) for start, stop in ranges(outputs, parts)
@@ -69,7 +70,7 @@ def sliding(length: int, outputs: int, parts: int, kernel: int, stride: int, bef
 
 
 def output_rows(length: int, kernel: int, stride: int, padding: Range, dilation: int, ceil: bool = False) -> int:
-    """How many rows a convolution or a pooling gives.
+    """Returns how many rows a convolution or a pooling gives.
 
     >>> slid(7, 3, 2, (1, 1), 1), slid(8, 3, 2, (0, 0), 1), slid(8, 3, 2, (0, 0), 1, ceil=True)
     (4, 3, 4)
@@ -93,7 +94,8 @@ class Spread:
 
 @lru_cache(maxsize=4096)
 def spreading(length: int, outputs: int, parts: int, kernel: int, stride: int, before: int, dilation: int) -> Spread:
-    """Input row i adds to the output rows from i · stride − before on, every `dilation`-th, `kernel` of them."""
+    """Returns it. Input row i adds to the output rows from i · stride − before on, every `dilation`-th, `kernel` of
+    them."""
     reach = dilation * (kernel - 1)
     windows, starts = [], []
     for start, stop in ranges(outputs, parts):

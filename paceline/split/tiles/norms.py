@@ -21,7 +21,7 @@ Func = Callable[..., Any]
 
 
 class TiledBatchNorm:
-    """Takes the place of a BatchNorm's forward."""
+    """Takes the place of a BatchNorm's forward: on tiles, its statistics are sums over the devices."""
 
     def __init__(self, tiled: Any, module: AnyBatchNorm) -> None:
         self._tiled, self._module = tiled, module
@@ -51,6 +51,7 @@ class TiledBatchNorm:
         return tile.like(self._own_forward(tile.local))
 
     def undo(self) -> None:
+        """Gives the module its own forward back."""
         del self._module.forward
 
 
@@ -63,6 +64,7 @@ def group_norm(
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
 ) -> Any:
+    """Normalizes groups of channels by statistics that all devices add up."""
     if not isinstance(input, Tile) or min(input.dims) < 2:
         return NotImplemented
     local = input.local
@@ -90,6 +92,7 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
+    """Does so channel by channel, without running statistics."""
     if running_mean is not None or not use_input_stats:
         return NotImplemented
     return group_norm(tiled, func, input, input.size(1), weight, bias, eps)

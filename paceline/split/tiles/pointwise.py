@@ -29,7 +29,7 @@ POINTWISE = frozenset(_NAMES.split())
 
 
 def in_place(func: Func, kwargs: dict[str, Any]) -> bool:
-    """Whether it changes its first argument."""
+    """Returns whether it changes its first argument."""
     name = func.__name__
     if name.startswith("__"):
         return name in ("__setitem__", "__set__") or (
@@ -39,11 +39,12 @@ def in_place(func: Func, kwargs: dict[str, Any]) -> bool:
 
 
 def is_pointwise(name: str) -> bool:
+    """Returns whether the function of this name works value by value, in place or not."""
     return name in POINTWISE or (name.endswith("_") and not name.endswith("__") and name[:-1] in POINTWISE)
 
 
 def pointwise(tiled: Any, func: Func, *args: Any, **kwargs: Any) -> Any:
-    """Tiles of the same size lie alike; of what is whole, the rows of this device."""
+    """Works on the rows of this device: tiles of the same size lie alike, and of what is whole its part is taken."""
     tile = find((*args, *kwargs.values()))
     assert tile is not None
     changes = in_place(func, kwargs)
@@ -67,7 +68,7 @@ def pointwise(tiled: Any, func: Func, *args: Any, **kwargs: Any) -> Any:
 
 
 def own_part(tile: Tile, value: torch.Tensor) -> torch.Tensor | None:
-    """What meets `tile` of another tensor when they are broadcast together; None if they do not fit so."""
+    """Returns what meets `tile` of another tensor when they are broadcast together; None if they do not fit so."""
     if isinstance(value, Tile):
         fits = value.dim() == tile.dim() and value.dims == tile.dims and value.lengths == tile.lengths
         return value.local if fits else None
@@ -85,21 +86,22 @@ def own_part(tile: Tile, value: torch.Tensor) -> torch.Tensor | None:
 
 
 def prelu(tiled: Any, func: Func, input: Tile, weight: torch.Tensor) -> Any:
+    """Has a slope for each channel, which is whole."""
     return input.like(func(input.local, weight)) if not isinstance(weight, Tile) else NotImplemented
 
 
 def expand_as(tiled: Any, func: Func, input: torch.Tensor, other: torch.Tensor) -> Any:
-    """Of a whole to a tile's size: a view, of which the tile's part is taken where it is used."""
+    """Returns a whole in a tile's size: a view, of which the tile's part is taken where it is used."""
     return NotImplemented if isinstance(input, Tile) else input.expand(other.shape)
 
 
 def new(tiled: Any, func: Func, input: Tile, *args: Any, **kwargs: Any) -> Any:
-    """`new_zeros` and its like: only the type and the device come from the tile."""
+    """Does `new_zeros` and its like: only the type and the device come from the tile."""
     return func(input.local, *args, **kwargs)
 
 
 def dropout(tiled: Any, func: Func, input: Tile, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    """The mask is drawn for the whole, as in one process, and the device takes its part: a byte a value."""
+    """Draws the mask for the whole, as in one process, and the device takes its part: a byte a value."""
     if not training or p == 0:
         return input
     local = input.local
@@ -122,14 +124,15 @@ def dropout(tiled: Any, func: Func, input: Tile, p: float = 0.5, training: bool 
 
 
 def along(tiled: Any, func: Func, input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """`func(input, dim)` that keeps the size: softmax over channels."""
+    """Does `func(input, dim)` that keeps the size: softmax over channels."""
     if not isinstance(input, Tile) or not isinstance(dim, int) or dim % input.dim() in input.dims:
         return NotImplemented
     return input.like(func(input.local, dim, *args, **kwargs))
 
 
 def over_channels(tiled: Any, func: Func, input: Tile, *args: Any, **kwargs: Any) -> Any:
-    """Dropout of channels, normalization across channels, BatchNorm by running statistics: the same on every part."""
+    """Does what is the same on every part: dropout of channels, normalization across channels, BatchNorm by running
+    statistics."""
     if 0 in input.dims or 1 in input.dims or find(args) is not None:
         return NotImplemented
     local = func(input.local, *args, **kwargs)
@@ -148,19 +151,21 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """By running statistics. Those of the batch are the modules' (`norms`)."""
+    """Normalizes by running statistics. Those of the batch are the modules' (`norms`)."""
     if training:
         return NotImplemented
     return over_channels(tiled, func, input, running_mean, running_var, weight, bias, False, momentum, eps)
 
 
 def layer_norm(tiled: Any, func: Func, input: Any, normalized_shape: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+    """Normalizes over last dims that are not cut."""
     if not isinstance(input, Tile) or max(input.dims) >= input.dim() - len(normalized_shape):
         return NotImplemented
     return input.like(func(input.local, normalized_shape, *args, **kwargs))
 
 
 def linear(tiled: Any, func: Func, input: Any, *args: Any, **kwargs: Any) -> Any:
+    """Multiplies along a last dim that is not cut."""
     if not isinstance(input, Tile) or max(input.dims) == input.dim() - 1:
         return NotImplemented
     return input.like(func(input.local, *args, **kwargs))
@@ -174,18 +179,20 @@ def _moved(tile: Tile, local: torch.Tensor, dims: Sequence[int]) -> Tile:
 
 
 def permute(tiled: Any, func: Func, input: Tile, *dims: Any) -> Any:
+    """Reorders dims."""
     order = [dim % input.dim() for dim in (dims[0] if isinstance(dims[0], (tuple, list)) else dims)]
     return _moved(input, func(input.local, order), [order.index(dim) for dim in input.dims])
 
 
 def transpose(tiled: Any, func: Func, input: Tile, dim0: int, dim1: int) -> Any:
+    """Swaps two dims."""
     first, second = dim0 % input.dim(), dim1 % input.dim()
     swapped = {first: second, second: first}
     return _moved(input, func(input.local, first, second), [swapped.get(dim, dim) for dim in input.dims])
 
 
 def reshape(tiled: Any, func: Func, input: Any, *shape: Any) -> Any:
-    """Of the dims before those that are cut, such as channels to groups of channels."""
+    """Changes the dims before those that are cut, such as channels to groups of channels."""
     if not isinstance(input, Tile):
         return NotImplemented
     sizes = list(shape[0]) if shape and isinstance(shape[0], (tuple, list, torch.Size)) else list(shape)
@@ -204,6 +211,7 @@ def reshape(tiled: Any, func: Func, input: Any, *shape: Any) -> Any:
 
 
 def concatenate(tiled: Any, func: Func, tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
+    """Puts tensors together along a dim that is not cut."""
     tile = find(tensors)
     if tile is None or kwargs or dim % tile.dim() in tile.dims:
         return NotImplemented
@@ -216,21 +224,21 @@ def concatenate(tiled: Any, func: Func, tensors: Any, dim: int = 0, **kwargs: An
 
 
 def split(tiled: Any, func: Func, input: Tile, size: Any, dim: int = 0) -> Any:
-    """`chunk` and `split`."""
+    """Does `chunk` and `split` along a dim that is not cut."""
     if dim % input.dim() in input.dims:
         return NotImplemented
     return tree_map(input.like, func(input.local, size, dim))
 
 
 def narrow(tiled: Any, func: Func, input: Any, dim: int, *args: Any) -> Any:
-    """`narrow` and `index_select`."""
+    """Does `narrow` and `index_select` along a dim that is not cut."""
     if not isinstance(input, Tile) or find(args) is not None or dim % input.dim() in input.dims:
         return NotImplemented
     return input.like(func(input.local, dim, *args))
 
 
 def item(tiled: Any, func: Func, input: Any, index: Any) -> Any:
-    """Slices of dims that are not cut, such as some of the channels."""
+    """Takes slices of dims that are not cut, such as some of the channels."""
     entries = index if isinstance(index, tuple) else (index,)
     if not isinstance(input, Tile) or not all(isinstance(entry, (slice, type(...))) for entry in entries):
         return NotImplemented

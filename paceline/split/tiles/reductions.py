@@ -13,7 +13,7 @@ Func = Callable[..., Any]
 
 
 def add_up(tiled: Any, func: Func, input: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
-    """`sum` and `mean`."""
+    """Does `sum` and `mean`: over all that is cut, or over none of it."""
     if not isinstance(input, Tile) or not input.is_floating_point() or kwargs.get("dtype") is not None:
         return NotImplemented
     dims = _dims(input, dim)
@@ -27,7 +27,7 @@ def add_up(tiled: Any, func: Func, input: Any, dim: Any = None, keepdim: bool = 
 
 
 def highest(tiled: Any, func: Func, input: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
-    """`amax`, `amin` and their like, over channels."""
+    """Does `amax`, `amin` and their like, over channels."""
     if not isinstance(input, Tile) or dim is None or kwargs:
         return NotImplemented
     dims = _dims(input, dim)
@@ -37,7 +37,7 @@ def highest(tiled: Any, func: Func, input: Any, dim: Any = None, keepdim: bool =
 
 
 def pool_to_one(tiled: Any, func: Func, input: Tile, output_size: Any) -> Any:
-    """Adaptive average pooling, if it leaves one pixel."""
+    """Does adaptive average pooling, if it leaves one pixel."""
     spatial = int(func.__name__[-2])
     sizes = output_size if isinstance(output_size, (tuple, list)) else [output_size] * spatial
     if any(size != 1 for size in sizes) or input.dim() != spatial + 2 or min(input.dims) < 2:
@@ -47,11 +47,13 @@ def pool_to_one(tiled: Any, func: Func, input: Tile, output_size: Any) -> Any:
 
 
 def _dims(tile: Tile, dim: Any) -> tuple[int, ...]:
+    """Returns the dims that `dim` means, all if it is None."""
     if dim is None:
         return tuple(range(tile.dim()))
     return tuple(d % tile.dim() for d in (dim if isinstance(dim, (tuple, list)) else (dim,)))
 
 
 def _kept(tile: Tile, local: Any, dims: tuple[int, ...], keepdim: bool) -> Tile:
+    """Returns the tile that is left when dims are gone that are not cut."""
     left = tile.dims if keepdim else tuple(cut - sum(d < cut for d in dims) for cut in tile.dims)
     return Tile(local, left, tile.lengths, tile.tiled)

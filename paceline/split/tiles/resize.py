@@ -23,7 +23,7 @@ NEAREST = ("nearest", "nearest-exact")
 
 
 class Picked:
-    """For every row of the output: the two input rows it is mixed from, and how much of the second."""
+    """The two input rows that every row of the output is mixed from, and how much of the second."""
 
     def __init__(
         self, length: int, outputs: int, factor: float | None, mode: str, corners: bool, exact: torch.dtype
@@ -43,9 +43,11 @@ class Picked:
         self.share = (at - self.first).clamp_(0, 1) if mode in LINEAR else None
 
     def window(self, start: int, stop: int) -> tuple[int, int]:
+        """Returns which input rows these output rows need."""
         return int(self.first[start]), int(self.second[stop - 1]) + 1
 
     def take(self, x: torch.Tensor, dim: int, origin: int, start: int, stop: int) -> torch.Tensor:
+        """Returns these output rows, from input rows of which the first is row `origin`."""
         first = x.index_select(dim, self.first[start:stop] - origin)
         if self.share is None:
             return first
@@ -65,6 +67,7 @@ def interpolate(
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> Any:
+    """Resizes images, to a size or by a factor."""
     if not isinstance(input, Tile) or mode not in (*LINEAR, *NEAREST) or antialias or min(input.dims) < 2:
         return NotImplemented
     spatial = input.dim() - 2
@@ -103,7 +106,7 @@ def interpolate(
 
 
 def pixel_shuffle(tiled: Any, func: Func, input: Any, upscale_factor: int) -> Any:
-    """Channels to pixels: a row becomes several, and where tiles meet one of the rows may be the neighbour's."""
+    """Turns channels to pixels: a row becomes several, and where tiles meet one of the rows may be the neighbour's."""
     if not isinstance(input, Tile) or min(input.dims) < 2:
         return NotImplemented
     factor, axes = upscale_factor, tiled.grid.axes

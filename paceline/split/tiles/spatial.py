@@ -35,6 +35,7 @@ class Neighbourhood:
         self.possible = self._possible(func, spatial)
 
     def _possible(self, func: Func, spatial: int) -> bool:
+        """Returns whether it can be cut; where not, the reason is noted."""
         shape = self.x.shape
         if len(shape) != spatial + 2:
             return self._no(func, f"it is given {len(shape)} dims, give images in batches")
@@ -57,13 +58,13 @@ class Neighbourhood:
         return False
 
     def needed(self, make: Callable[[int, int, int, int], NeededRows]) -> list[NeededRows]:
-        """By axis, from `make(which spatial dim, input length, output length, parts)`."""
+        """Returns the rows by axis, from `make(which spatial dim, input length, output length, parts)`."""
         return [
             make(axis.which, self.x.shape[2 + axis.which], self.outputs[axis.which], axis.parts) for axis in self.axes
         ]
 
     def run(self, needed: list[NeededRows], op: Callable[[torch.Tensor], torch.Tensor], value: float = 0.0) -> Tile:
-        """`op` on the rows that are needed."""
+        """Returns what `op` makes of the rows that are needed, as a tile. `value` is what padding is filled with."""
         if isinstance(self.x, Tile):
             widened = Widened(self.x, needed, value)
             with widened.kept_small():
@@ -81,20 +82,21 @@ class Neighbourhood:
         return Tile(local, self.dims, lengths, self.tiled)
 
     def on_whole(self, func: Func, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """It cannot be cut: on all devices alike."""
+        """Does it on all devices alike, because it cannot be cut."""
         x = self.tiled.whole(self.x, func) if isinstance(self.x, Tile) else self.x
         whole: torch.Tensor = func(x, *args, **kwargs)
         return whole
 
 
 def pad_one(x: torch.Tensor, dim: int, pads: Range, value: float = 0.0) -> torch.Tensor:
+    """Returns `x` with rows of `value` before and after, along one dim."""
     if not any(pads):
         return x
     return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + list(pads), value=value)
 
 
 def each(value: Any, spatial: int) -> tuple[int, ...]:
-    """One number a spatial dim."""
+    """Returns one number a spatial dim, from what torch takes."""
     given = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     return given * spatial if len(given) == 1 else given
 
@@ -113,6 +115,7 @@ def convolve(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Any:
+    """Convolves: on the tile as it lies if the size stays, and else on the rows that are needed."""
     spatial = weight.dim() - 2
     kernels = tuple(weight.shape[2:])
     strides, dilations = each(stride, spatial), each(dilation, spatial)
@@ -142,7 +145,7 @@ def convolve(
 def _keeping_size(
     cut: Neighbourhood, strides: Lengths, pads: Sequence[Range], dilations: Lengths, groups: int
 ) -> edge_convolution.ConvolutionShape | None:
-    """The convolution, if it can be done on a tile as it lies: it gives as many rows as there are."""
+    """Returns the convolution, if it can be done on a tile as it lies: it gives as many rows as there are."""
     x = cut.x
     if not isinstance(x, Tile) or len(cut.axes) > 1 or torch.is_autocast_enabled(x.device.type):
         return None
@@ -156,7 +159,7 @@ def _keeping_size(
 
 
 def _paddings(padding: Any, kernels: Lengths, dilations: Lengths) -> list[Range]:
-    """By spatial dim: before, after."""
+    """Returns the padding by spatial dim: before, after."""
     if padding == "same":
         totals = [d * (k - 1) for k, d in zip(kernels, dilations, strict=True)]
         return [(total // 2, total - total // 2) for total in totals]
@@ -164,7 +167,7 @@ def _paddings(padding: Any, kernels: Lengths, dilations: Lengths) -> list[Range]
 
 
 def _uncut(cut: Neighbourhood, pads: Sequence[Range]) -> list[Range]:
-    """What is left to torch: along the dims that are cut the padding is there already."""
+    """Returns the padding that is left to torch: along the dims that are cut it is there already."""
     return [(0, 0) if 2 + i in cut.dims else pair for i, pair in enumerate(pads)]
 
 
@@ -180,6 +183,7 @@ def transposed(
     groups: int = 1,
     dilation: Any = 1,
 ) -> Any:
+    """Does a transposed convolution, and keeps the rows that are this device's."""
     spatial = weight.dim() - 2
     kernels = weight.shape[2:]
     strides, dilations = each(stride, spatial), each(dilation, spatial)
@@ -227,6 +231,7 @@ def max_pool(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Any:
+    """Pools by the highest value; padding is lower than any."""
     if return_indices:
         return NotImplemented
     kernels, strides, pads = _pooling(func, kernel_size, stride, padding)
@@ -256,6 +261,7 @@ def average_pool(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Any:
+    """Pools by the mean; what a window at the border is divided by is worked out for the whole."""
     kernels, strides, pads = _pooling(func, kernel_size, stride, padding)
     spatial = len(kernels)
     lengths = input.shape[-spatial:]
@@ -298,7 +304,7 @@ def _pooling(func: Func, kernel_size: Any, stride: Any, padding: Any) -> tuple[t
 
 
 def _counted(start: int, kernel: int, length: int, padding: int, with_padding: bool) -> int:
-    """How many rows a window is divided by: those in the image, or in the image and its padding."""
+    """Returns how many rows a window is divided by: those in the image, or in the image and its padding."""
     stop = min(start + kernel, length + padding)
     return stop - start if with_padding else min(stop, length) - max(start, 0)
 
@@ -309,6 +315,7 @@ def _counted(start: int, kernel: int, length: int, padding: int, with_padding: b
 def pad(
     tiled: Any, func: Func, input: torch.Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
 ) -> Any:
+    """Pads a tile with a constant."""
     if not isinstance(input, Tile) or mode != "constant":
         return NotImplemented
     amounts = [(pad[i], pad[i + 1]) for i in range(0, len(pad), 2)]

@@ -29,7 +29,7 @@ class Axis:
         self.parts, self.index = group.count, group.index
 
     def own(self, length: int) -> tuple[int, int]:
-        """The rows (or columns) of this device, of so many."""
+        """Returns the rows (or columns) of this device, of so many."""
         return ranges(length, self.parts)[self.index]
 
 
@@ -45,7 +45,7 @@ class Grid:
 
 
 class Tile(torch.Tensor):
-    """This device's part, `local`, of a tensor. `dims`: those that are cut, in the order of the grid's axes."""
+    """This device's part, `local`, of a tensor. `dims` are those that are cut, in the order of the grid's axes."""
 
     local: torch.Tensor
     dims: tuple[int, ...]
@@ -64,7 +64,7 @@ class Tile(torch.Tensor):
         return tile
 
     def like(self, local: torch.Tensor) -> Tile:
-        """Another tensor, cut as this one is."""
+        """Returns another tensor, cut as this one is."""
         return Tile(local, self.dims, self.lengths, self.tiled)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -86,7 +86,7 @@ class Tile(torch.Tensor):
 
 
 def find(values: Any) -> Tile | None:
-    """The first tile among these, or in a list of them."""
+    """Returns the first tile among these, or in a list of them; None if there is none."""
     for value in values:
         if isinstance(value, Tile):
             return value

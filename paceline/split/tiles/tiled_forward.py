@@ -85,6 +85,7 @@ class DryRun:
         self._first_use: dict[nn.Parameter, int] = {}
 
     def step(self, args: Any, kwargs: dict[str, Any], *, on_tiles: bool) -> None:
+        """Notes an op, and the parameters it uses."""
         self._now += 1
         for parameter in _parameters((*args, *kwargs.values())):
             self._first_use.setdefault(parameter, self._now)
@@ -93,15 +94,17 @@ class DryRun:
             self._last_on_tiles = self._now
 
     def gathers(self, module: str, name: str) -> None:
+        """Notes that an image was put together for this op."""
         self._gathered = module, name
 
     def cuts_whole(self, values: int) -> None:
-        """A tensor of so many values, which is not a tile."""
+        """Notes that a tensor of so many values, which is not a tile, is cut."""
         if self._gathered is not None and 4 * values >= self._largest:
             self.middle = self._gathered
         self._largest = max(values, self._largest)
 
     def only_after_tiles(self) -> set[nn.Parameter]:
+        """Returns the parameters that are used only after all that is cut."""
         return {parameter for parameter, at in self._first_use.items() if at > self._last_on_tiles}
 
 
@@ -123,6 +126,7 @@ class TiledForward(TorchFunctionMode):
         return self.run(func, args, kwargs or {})
 
     def run(self, func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns what `func` gives, done on tiles if it can be."""
         name: str = getattr(func, "__name__", "")
         tile = find(args) if not kwargs else find((*args, *kwargs.values()))
         if tile is None:
@@ -146,10 +150,11 @@ class TiledForward(TorchFunctionMode):
         return self._on_whole(func, name, args, kwargs)
 
     def note(self, module: nn.Module, *, on_tiles: bool) -> None:
-        """For a module that knows itself what to do."""
+        """Notes the use of a module that knows itself what to do."""
         self._note(module.parameters(), {}, on_tiles=on_tiles)
 
     def _known(self, func: Func, tile: Tile, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns what a tile knows of the whole without having it: its size, its type."""
         attribute = getattr(getattr(func, "__self__", None), "__name__", None)
         if func.__name__ == "__get__" and attribute not in KNOWN_ATTRIBUTES:
             if attribute in OF_LOCAL:
@@ -169,6 +174,7 @@ class TiledForward(TorchFunctionMode):
     # ── what is not done on tiles ────────────────────────────────────────────────────────────────────────
 
     def _on_whole(self, func: Func, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Gathers the tiles, and does it on the whole."""
         first = args[0] if args else None
         changes = isinstance(first, Tile) and pointwise.in_place(func, kwargs)
         if changes or name in REFUSED or isinstance(kwargs.get("out"), Tile):
@@ -181,16 +187,18 @@ class TiledForward(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def whole(self, tile: Tile, func: Func) -> torch.Tensor:
-        """All of it, for `func`."""
+        """Returns all of a tile's tensor, for `func`."""
         if self.is_dry_run:
             self.dry_run.gathers(self.where[-1] if self.where else "", func.__name__)
         return gathered(tile)
 
     def cannot_cut(self, func: Func, why: str) -> None:
+        """Notes in the dry run why an op could not be cut."""
         if self.is_dry_run and self.dry_run.why_not is None:
             self.dry_run.why_not = self.where[-1] if self.where else "", func.__name__, why
 
     def changed_its_way(self, module: nn.Module | None) -> NoReturn:
+        """Refuses a forward that goes another way than in the first batch."""
         raise ModelError(
             "model",
             type(module).__name__ if module is not None else "forward",

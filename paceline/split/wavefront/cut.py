@@ -39,6 +39,7 @@ class WavefrontCut(Cut):
                     recurrent.replace_forward(compiled=given is not model)
 
     def _stacked(self, model: nn.Module) -> dict[str, nn.RNNBase]:
+        """Returns the recurrent modules of several layers, by name; refuses what cannot be cut."""
         found = {name: module for name, module in model.named_modules() if isinstance(module, nn.RNNBase)}
         for name, module in found.items():
             if module.bidirectional:
@@ -69,7 +70,8 @@ class WavefrontCut(Cut):
 
 
 def _check_weights(model: nn.Module, stacked: Mapping[str, nn.RNNBase]) -> None:
-    """A weight of a layer must be a parameter and nobody else's: its gradient is with the layer's device."""
+    """Refuses a weight of a layer that is no parameter, or somebody else's too: its gradient is with the layer's
+    device."""
     holders: dict[nn.Parameter, list[str]] = {}
     for name, module in model.named_modules():
         for own, parameter in module._parameters.items():
@@ -88,13 +90,14 @@ def _check_weights(model: nn.Module, stacked: Mapping[str, nn.RNNBase]) -> None:
 
 
 def _cost(module: nn.RNNBase, layer: int) -> int:
-    """Of a layer: the elements of its matrices."""
+    """Returns what a layer costs: the elements of its matrices."""
     weights = (getattr(module, name) for name in module._all_weights[layer])
     return sum(weight.numel() for weight in weights if weight.dim() == 2)
 
 
 def divide(costs: Sequence[int], parts: int) -> list[int]:
-    """Where layers are cut into `parts` of neighbours, one or more each: the dearest part is as cheap as can be.
+    """Returns where layers are cut into `parts` of neighbours, one or more each: the dearest part is as cheap as can
+    be.
 
     >>> divide([3, 1, 1, 1], 2), divide([1, 1, 1, 5], 3)
     ([0, 1, 4], [0, 1, 3, 4])

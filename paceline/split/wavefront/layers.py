@@ -23,7 +23,7 @@ _aten = torch.ops.aten
 
 
 class Weights(NamedTuple):
-    """Of one layer."""
+    """The weights of one layer."""
 
     ih: Tensor
     hh: Tensor
@@ -33,7 +33,7 @@ class Weights(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], bias: bool) -> Weights:
-        """From torch's list of a layer's weights."""
+        """Returns them, from torch's list of a layer's weights."""
         ih, hh, *others = tensors
         return cls(ih, hh, *others) if bias else cls(ih, hh, None, None, *others)
 
@@ -42,7 +42,7 @@ class RecurrentLayer:
     """One layer's way through the blocks of one call. Kinds differ in a step, and in a step of backward."""
 
     def __init__(self, weights: Weights, states: Sequence[Tensor], steps: TimeBlocks, *, keep: bool) -> None:
-        """`states`: before the first step. `keep`: backward will follow."""
+        """`states` are those before the first step; `keep` says that backward will follow."""
         self.weights = weights
         self._hidden = weights.hh.size(0) // self.gates
         self._batch = len(states[0])
@@ -60,7 +60,7 @@ class RecurrentLayer:
     # ── forward, block by block ──────────────────────────────────────────────────────────────────────────
 
     def forward(self, x: Tensor, block: range) -> Tensor:
-        """The output's rows of the next block."""
+        """Returns the output's rows of the next block."""
         gates = self._ih.times(x, self._input_bias())
         y = x.new_empty(len(x), self._states[0].size(1))
         for rows in self._steps.within(block):
@@ -73,12 +73,12 @@ class RecurrentLayer:
         return y
 
     def finals(self) -> list[Tensor]:
-        """The states after each sequence's last step."""
+        """Returns the states after each sequence's last step."""
         self._end_at(0)
         return self._finals
 
     def _end_at(self, size: int) -> None:
-        """Only the first `size` sequences go on."""
+        """Lets only the first `size` sequences go on."""
         if size < len(self._states[0]):
             for number, (state, final) in enumerate(zip(self._states, self._finals, strict=True)):
                 final[size : len(state)] = state[size:]
@@ -89,13 +89,14 @@ class RecurrentLayer:
         return bias + other if bias is not None and other is not None else None
 
     def _step(self, gates: Tensor, y: Tensor) -> tuple[Any, ...]:
-        """From the input's share of the gates to the states after the step, the hidden one in `y`."""
+        """Goes from the input's share of the gates to the states after the step, the hidden one in `y`. Returns what
+        backward needs."""
         raise NotImplementedError
 
     # ── backward, from the last block to the first ───────────────────────────────────────────────────────
 
     def begin_backward(self, finals: Sequence[Tensor]) -> None:
-        """With the gradients of the states after the last steps."""
+        """Takes the gradients of the states after the last steps."""
         self._of_finals = finals
         self._of_states = [final[:0] for final in finals]
         rows = self._steps.count
@@ -104,7 +105,7 @@ class RecurrentLayer:
         self._of_input_gates = self._of_hidden_gates = finals[0].new_empty(rows, self.gates * self._hidden)
 
     def backward(self, dy: Tensor, block: range, *, wanted: bool) -> Tensor | None:
-        """The gradient of the block's input, if it is wanted."""
+        """Returns the gradient of the block's input, if it is wanted."""
         place = self._steps.rows(block)
         of_input, of_hidden = self._of_input_gates[place], self._of_hidden_gates[place]
         for step, rows in reversed(list(zip(block, self._steps.within(block), strict=True))):
@@ -113,11 +114,11 @@ class RecurrentLayer:
         return self._ih_back.times(of_input) if wanted else None
 
     def of_first_states(self) -> list[Tensor]:
-        """When all blocks are done: the gradients of the states before the first step."""
+        """Returns, when all blocks are done, the gradients of the states before the first step."""
         return self._of_states
 
     def of_weights(self, wanted: Sequence[bool]) -> list[Tensor | None]:
-        """The same of the weights, in their order, of those that are wanted."""
+        """Returns the same of the weights, in their order, of those that are wanted."""
         of_input, of_hidden = self._of_input_gates, self._of_hidden_gates
         of_bias = functools.cache(lambda: of_input.sum(0))
         find: dict[str, Callable[[], Tensor]] = {
@@ -132,14 +133,15 @@ class RecurrentLayer:
         return [find[name]() if want else None for name, want in zip(names, wanted, strict=True)]
 
     def _begin_at(self, size: int) -> None:
-        """Sequences that end with this step join those that go on after it."""
+        """Lets sequences that end with this step join those that go on after it."""
         have = len(self._of_states[0])
         if have < size:
             pairs = zip(self._of_states, self._of_finals, strict=True)
             self._of_states = [torch.cat([state, final[have:size]]) for state, final in pairs]
 
     def _step_back(self, dh: Tensor, kept: tuple[Any, ...], of_input: Tensor, of_hidden: Tensor) -> None:
-        """From the gradient of the hidden state after a step to those of its gates, and of the states before it."""
+        """Goes from the gradient of the hidden state after a step to those of its gates, and of the states before
+        it."""
         raise NotImplementedError
 
     def _of_projection(self) -> Tensor:
@@ -147,6 +149,8 @@ class RecurrentLayer:
 
 
 class LSTM(RecurrentLayer):
+    """A layer of nn.LSTM, with or without a projection."""
+
     gates = 4  # in, forget, cell, out
 
     def begin_backward(self, finals: Sequence[Tensor]) -> None:
@@ -191,6 +195,8 @@ class LSTM(RecurrentLayer):
 
 
 class GRU(RecurrentLayer):
+    """A layer of nn.GRU."""
+
     gates = 3  # reset, update, new
 
     def _input_bias(self) -> Tensor | None:
@@ -226,6 +232,8 @@ class GRU(RecurrentLayer):
 
 
 class Tanh(RecurrentLayer):
+    """A layer of nn.RNN."""
+
     def _step(self, gates: Tensor, y: Tensor) -> tuple[Any, ...]:
         (h,) = self._states
         torch.tanh(self._hh.times_plus(h, gates), out=y)
@@ -238,6 +246,8 @@ class Tanh(RecurrentLayer):
 
 
 class Relu(RecurrentLayer):
+    """A layer of nn.RNN with nonlinearity="relu"."""
+
     def _step(self, gates: Tensor, y: Tensor) -> tuple[Any, ...]:
         (h,) = self._states
         torch.clamp_min(self._hh.times_plus(h, gates), 0, out=y)

@@ -17,20 +17,21 @@ class PackedMatrix:
     """A matrix [out, in] to multiply rows with, as `F.linear` does."""
 
     def __init__(self, weight: Tensor, rows: int) -> None:
-        """`rows`: how many there will be at a time, about."""
+        """`rows` is about how many there will be at a time."""
         self._weight = weight
         available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         serves = weight.dtype is torch.float32 and weight.device.type == "cpu" and available
         self._packed = _mkldnn._reorder_linear_weight(weight.contiguous(), rows) if serves and rows else None
 
     def times(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Returns the product of `x` with it."""
         if self._packed is None:
             return F.linear(x, self._weight, bias)
         found: Tensor = _mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
         return found
 
     def times_plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """The product, and `other` added to it."""
+        """Returns the product, with `other` added to it."""
         if self._packed is None:
             return torch.addmm(other, x, self._weight.t())
         found: Tensor = _mkldnn._linear_pointwise.binary(x, other, self._packed, None, "add")

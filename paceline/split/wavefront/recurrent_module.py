@@ -27,7 +27,7 @@ class RecurrentModule:
     """A recurrent module of several layers, as one device computes it."""
 
     def __init__(self, name: str, module: nn.RNNBase, own: range, peers: Peers, time_block: int) -> None:
-        """`own`: the layers of this device."""
+        """`own` are the layers of this device."""
         self._name = name
         self._module = module
         self._own = own
@@ -35,7 +35,7 @@ class RecurrentModule:
         self._time_block = time_block
 
     def replace_forward(self, *, compiled: bool) -> None:
-        """`compiled`: the model is; its compiler must go around the module."""
+        """Lets the module's forward make waves. If the model is `compiled`, its compiler goes around the module."""
         # A model may be cut again, by another trainer: what counts is the forward that it came with.
         whole: Callable[..., Any] = getattr(self._module.forward, "whole", self._module.forward)
 
@@ -48,7 +48,7 @@ class RecurrentModule:
         self._module.forward = forward
 
     def owns(self, weights: Any) -> bool:
-        """Whether these are the module's own: what else its forward may compute stays as it is."""
+        """Returns whether these are the module's own weights: what else its forward may compute stays as it is."""
         return len(weights) > 0 and weights[0] is self._module._flat_weights[0]
 
     def run(
@@ -59,7 +59,8 @@ class RecurrentModule:
         states: Sequence[Tensor],
         options: tuple[Any, ...],
     ) -> tuple[Tensor, ...]:
-        """`x`: rows of all steps, `sizes` of each. `options`: as torch's function takes them."""
+        """Returns output and final states. `x` are rows of all steps, `sizes` of each; `options` are as torch's
+        function takes them."""
         weights, bias, layers, dropout, training = options[:5]
         if torch.is_autocast_enabled("cpu"):
             raise ModelError(
@@ -84,7 +85,7 @@ class RecurrentModule:
 
 
 class _Redirected(TorchFunctionMode):
-    """Meanwhile torch's function for whole stacks, called with this module's weights, makes a wave."""
+    """Makes a wave where torch's function for whole stacks is called with this module's weights."""
 
     def __init__(self, recurrent: RecurrentModule) -> None:
         super().__init__()

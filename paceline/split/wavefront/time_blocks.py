@@ -14,7 +14,7 @@ from itertools import accumulate
 
 
 class TimeBlocks:
-    """How many rows each time step has.
+    """How many rows each time step has, and which rows a block of steps has.
 
     >>> steps = TimeBlocks([3, 2, 2])
     >>> steps.blocks(2), steps.rows(range(1, 3))
@@ -27,18 +27,19 @@ class TimeBlocks:
 
     @property
     def count(self) -> int:
-        """Of all rows."""
+        """Returns how many rows there are in all."""
         return self._starts[-1]
 
     def blocks(self, time_block: int) -> list[range]:
-        """The steps of each time block; the last one may be shorter."""
+        """Returns the steps of each time block; the last one may be shorter."""
         length = len(self.sizes)
         return [range(start, min(start + time_block, length)) for start in range(0, length, time_block)]
 
     def rows(self, block: range) -> slice:
+        """Returns the rows of a block."""
         return slice(self._starts[block.start], self._starts[block.stop])
 
     def within(self, block: range) -> list[slice]:
-        """Of every step of a block, its rows among the block's own."""
+        """Returns, for every step of a block, its rows among the block's own."""
         first = self._starts[block.start]
         return [slice(self._starts[step] - first, self._starts[step + 1] - first) for step in block]

@@ -37,8 +37,8 @@ class Wave:
         *,
         keep: bool,
     ) -> None:
-        """`own`: which of the layers this device has. `masks`: by layer, what its output is multiplied with (dropout).
-        `keep`: backward may follow."""
+        """`own` are the layers of this device. `masks` are, by layer, what its output is multiplied with (dropout).
+        `keep` says that backward may follow."""
         self.peers = peers
         self.kind = kind
         self.own = own
@@ -59,7 +59,7 @@ class Wave:
     # ── forward ──────────────────────────────────────────────────────────────────────────────────────────
 
     def forward(self, x: Tensor, states: Sequence[Tensor], weights: Sequence[Weights]) -> tuple[Tensor, list[Tensor]]:
-        """All rows of the output, and the final states of all layers. `weights`: of this device's."""
+        """Returns all rows of the output, and the final states of all layers. `weights` are those of this device's."""
         self._at_work = [
             self.kind(own, [state[number] for state in states], self.steps, keep=self.keep)
             for number, own in zip(self.own, weights, strict=True)
@@ -83,8 +83,8 @@ class Wave:
     # ── backward ─────────────────────────────────────────────────────────────────────────────────────────
 
     def backward(self, dy: Tensor, finals: Sequence[Tensor], *, input_wanted: bool) -> Tensor | None:
-        """On the first device: the gradient of all rows of the input, if it is wanted. It is sent to the others, who
-        take it when they have done everything else (`of_input`)."""
+        """Returns, on the first device, the gradient of all rows of the input, if it is wanted. It is sent to the
+        others, who take it when they have done everything else (`of_input`)."""
         for number, layer in zip(self.own, self._at_work, strict=True):
             layer.begin_backward([final[number] for final in finals])
         peers, found = self.peers, []
@@ -104,16 +104,16 @@ class Wave:
         return torch.cat(found[::-1]) if found else None
 
     def of_weights(self, wanted: Sequence[bool]) -> list[Tensor | None]:
-        """The gradients of this device's weights, of those that are wanted."""
+        """Returns the gradients of this device's weights, of those that are wanted."""
         by_layer = zip(self._at_work, _by_layer(wanted, len(self.own)), strict=True)
         return [found for layer, wants in by_layer for found in layer.of_weights(wants)]
 
     def of_input(self) -> Tensor:
-        """The gradient of the input, on devices other than the first."""
+        """Returns the gradient of the input, on devices other than the first."""
         return torch.cat([self.peers.receive(0) for _ in self.blocks][::-1])
 
     def of_states(self) -> list[Tensor]:
-        """The gradients of the states before the first step, of all layers."""
+        """Returns the gradients of the states before the first step, of all layers."""
         firsts = zip(*(layer.of_first_states() for layer in self._at_work), strict=True)
         return [self._gathered(list(first)) for first in firsts]
 
@@ -155,7 +155,7 @@ class _Waved(torch.autograd.Function):
 def waved(
     wave: Wave, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], bias: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    """The output and final states of all layers, on every device, from rows of the input and first states.
+    """Returns the output and final states of all layers, on every device, from rows of the input and first states.
 
     `weights`: of this device's layers, one layer after another."""
     # There is a backward on all devices or on none: also on one whose own weights are not trained.
@@ -165,5 +165,6 @@ def waved(
 
 
 def _by_layer(values: Sequence[Any], layers: int) -> list[Any]:
+    """Returns the values in as many groups as there are layers."""
     each = len(values) // layers
     return [values[at : at + each] for at in range(0, len(values), each)]
