@@ -24,7 +24,7 @@ class Op:
     summed: list[Dim] = field(default_factory=list)
     parameters: dict[str, Dims] = field(default_factory=dict)  # by name inside the module
     late: frozenset[str] = frozenset()  # parameters that are added after the sum
-    kind: str = ""  # operators that are computed in another way when they are cut
+    kind: str = ""  # of operators that are computed in another way when they are cut: those that `rewrite` knows
 
 
 class GraphDims:
@@ -62,7 +62,7 @@ class GraphDims:
     def _alike(self, node: fx.Node) -> Op:
         """Returns what an operator without a rule does: all operands are whole, and all devices compute the same."""
         whole = [dim for operand in node.all_input_nodes for dim in flat_dims(self.dims[operand])]
-        op = Op(self.fresh(self.values[node.name]), whole=whole, kind="alike")
+        op = Op(self.fresh(self.values[node.name]), whole=whole)
         if node.op == "call_module":
             prefix = str(node.target)
             for name, _ in self.model.get_submodule(prefix).named_parameters():

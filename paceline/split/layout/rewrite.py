@@ -195,9 +195,9 @@ class GraphRewriter:
         """Returns the node that does on parts what `node` does on whole tensors: another operator, if its kind has
         one here (`_linear`, `_conv` …), and else the same with its result summed."""
         groups = tuple(self._axes.groups[axis] for axis in dict.fromkeys(over))
-        way = getattr(self, f"_{op.kind.replace(' ', '_')}", None) if op.kind and target else None
-        if way is not None:
-            return self._replaced(node, *way(node, op, target, groups))
+        on_these_parts = _ON_PARTS.get(op.kind) if target else None
+        if on_these_parts is not None:
+            return self._replaced(node, *on_these_parts(self, node, op, target, groups))
         found = node
         for group in groups:
             with self._graph.inserting_after(found):
@@ -235,8 +235,7 @@ class GraphRewriter:
         module: Any = self._graph_dims.module(node)
         count = 1 if module.groups == 1 else self._size(op.parameters["weight"][0])
         weight, bias = self._own(node, "weight"), self._own(node, "bias")
-        real = self._graph_dims.module(node)
-        return on_parts.convolve, (node.args[0], weight, bias, real, count, groups)
+        return on_parts.convolve, (node.args[0], weight, bias, module, count, groups)
 
     def _embedding(self, node: fx.Node, op: Op, target: Cuts, groups: Any) -> tuple[Any, tuple[Any, ...]]:
         module: Any = self._graph_dims.module(node)
@@ -247,8 +246,7 @@ class GraphRewriter:
         (atom, *inner) = leaves(op.parameters["weight"][0])
         if inner:
             raise ModelError("layout", str(node.target), "the rows of this embedding are reshaped, and cannot be cut")
-        real = self._graph_dims.module(node)
-        return on_parts.look_up, (node.args[0], self._own(node, "weight"), real, self._axes.range(atom)[0], groups)
+        return on_parts.look_up, (node.args[0], self._own(node, "weight"), module, self._axes.range(atom)[0], groups)
 
     def _layer_norm(self, node: fx.Node, op: Op, target: Cuts, groups: Any) -> tuple[Any, tuple[Any, ...]]:
         module: Any = self._graph_dims.module(node)
@@ -276,8 +274,7 @@ class GraphRewriter:
         options = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
         q, k, v = (options.pop(name) for name in names[:3])
         _, heads, _ = leaves(op.parameters["in_proj_weight"][0])
-        real = self._graph_dims.module(node)
-        return on_parts.attend, (q, k, v, real, self._axes.part(heads), groups, options)
+        return on_parts.attend, (q, k, v, self._graph_dims.module(node), self._axes.part(heads), groups, options)
 
     def _pieces(self, node: fx.Node, op: Op, target: Cuts, groups: Any) -> tuple[Any, tuple[Any, ...]]:
         dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
@@ -343,6 +340,18 @@ class GraphRewriter:
                 needed = set(self._cut[operand])
                 with self._graph.inserting_before(node):
                     node.replace_input_with(operand, self._fitted(operand, needed, {}, set()))
+
+
+_ON_PARTS = {
+    "linear": GraphRewriter._linear,
+    "conv": GraphRewriter._conv,
+    "embedding": GraphRewriter._embedding,
+    "layer norm": GraphRewriter._layer_norm,
+    "dropout": GraphRewriter._dropout,
+    "heads": GraphRewriter._heads,
+    "pieces": GraphRewriter._pieces,
+    "reshape": GraphRewriter._reshape,
+}
 
 
 def _sizes(x: torch.Tensor, whole: tuple[int | None, ...], which: Any) -> Any:

@@ -13,6 +13,7 @@ buffers and the random numbers are put back.
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,20 +50,12 @@ def run_node(model: nn.Module, node: fx.Node, values: Mapping[fx.Node, Any]) -> 
     args = fx.map_arg(node.args, values.__getitem__)
     kwargs = fx.map_arg(node.kwargs, values.__getitem__)
     if node.op == "get_attr":
-        return attribute(model, str(node.target))
+        return operator.attrgetter(str(node.target))(model)
     if node.op == "call_module":
         return model.get_submodule(str(node.target))(*args, **kwargs)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def attribute(model: nn.Module, path: str) -> Any:
-    """Returns the model's attribute at a path with dots."""
-    found: Any = model
-    for name in path.split("."):
-        found = getattr(found, name)
-    return found
 
 
 def buffers_used(model: nn.Module, traced: Traced) -> list[set[str]]:
@@ -74,7 +67,7 @@ def buffers_used(model: nn.Module, traced: Traced) -> list[set[str]]:
             yield from model.get_submodule(str(node.target)).buffers()
         for source in node.all_input_nodes:
             if source.op == "get_attr":
-                yield attribute(model, str(source.target))
+                yield operator.attrgetter(str(source.target))(model)
 
     return [{names[id(buffer)] for buffer in of(node) if id(buffer) in names} for node in traced.nodes]
 
