@@ -13,7 +13,7 @@ from functools import partial
 from benchmarks import processes
 from benchmarks.measure import Claim, Curve, Plot, Result, Setting, Skipped, per_round, time_in_turns
 from benchmarks.training import Training
-from paceline.cli.plan import REPLICA_BYTES
+from paceline.cli.checks import REPLICA_BYTES
 from paceline.machine import free_memory
 
 TITLE = "Light replicas on 4 servers: step cost by their number"

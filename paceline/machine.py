@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 
 
@@ -26,3 +27,12 @@ def machine_identity() -> str:
     """The same for two processes that can share memory: one kernel, and (emulated hosts differ in it) one network."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.readlink('/proc/self/ns/net')}"
+
+
+def shared_words_work() -> bool:
+    """Whether processes may agree by plain words in shared memory: a write that came first must be seen first.
+
+    x86-64 keeps that order. Others, such as ARM, do not without barriers, which Python cannot make; there replicas
+    exchange by collectives until it has been run there.
+    """
+    return platform.machine() in ("x86_64", "AMD64")

@@ -9,7 +9,6 @@ knows the flags of `paceline run` that mean it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -24,6 +23,8 @@ BATCHNORMS = ("exact", "local")
 EXCHANGES = ("auto", "shared", "collective")
 SERVER_EXCHANGES = ("auto", "tcp")
 DURABILITIES = ("none", "log", "replica")
+MOST_TIMEOUT_S = 1e7
+MOST_SERVERS = 1024
 
 
 class _Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,7 +42,7 @@ class _Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         _check_whole("replicas", self.replicas, 1)
         one_of("wire", self.wire, WIRES)
         one_of("exchange", self.exchange, self.exchanges)
-        if not 0 < self.timeout_s < math.inf:
+        if not 0 < self.timeout_s <= MOST_TIMEOUT_S:
             raise StrategyError("timeout", self.timeout_s, "give a number of seconds above 0")
         if self.split is not None and self.split.parts_of_batch not in (None, self.replicas):
             expected = f"the batch is divided into {self.split.parts_of_batch} by {self.split.words}, give as many"
@@ -88,7 +89,7 @@ class Mirrored(_Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True,
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("batchnorm", self.batchnorm, BATCHNORMS)
-        _check_whole("table_servers", self.table_servers, 0)
+        _check_whole("table_servers", self.table_servers, 0, MOST_SERVERS)
         if self.split is not None and self.exchange == "collective":
             raise StrategyError("exchange", self.exchange, "devices of a cut model share memory, leave it out")
         if self.split is not None and self.table_servers:
@@ -127,7 +128,7 @@ class Centralized(_Strategy, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_whole("servers", self.servers, 1)
+        _check_whole("servers", self.servers, 1, MOST_SERVERS)
         self.rule.check_replicas(self.replicas)
         one_of("durability", self.durability, DURABILITIES)
         if self.durability == "replica" and self.servers < 2:
@@ -202,7 +203,9 @@ def one_of(field: str, value: str, choices: Sequence[str]) -> str:
     raise StrategyError(field, value, f"give one of {', '.join(nearest_first(str(value), choices))}")
 
 
-def _check_whole(field: str, value: object, least: int) -> None:
-    """Refuse whatever is not a whole number from `least` up."""
+def _check_whole(field: str, value: object, least: int, most: int | None = None) -> None:
+    """Refuse whatever is not a whole number from `least` up to `most`."""
     if not isinstance(value, int) or value < least:
         raise StrategyError(field, value, f"give a whole number from {least} up")
+    if most is not None and value > most:
+        raise StrategyError(field, value, f"give at most {most}")

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from paceline.errors import PacelineError, StrategyError
+from paceline.strategy import MOST_TIMEOUT_S
 
 SUBCOMMANDS = {
     "run": "train a script on one or many replicas",
@@ -66,11 +67,23 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
+def is_count(text: str) -> bool:
+    """
+    >>> is_count("12"), is_count("²"), is_count("9" * 5000)  # Python takes the second for a digit, and dreads the third
+    (True, False, False)
+    """
+    return text.isascii() and text.isdigit() and len(text) < 19
+
+
+def is_port(text: str) -> bool:
+    return is_count(text) and 0 < int(text) < 65536
+
+
 def whole(field: str, least: int) -> Callable[[str], int]:
     """How a flag that counts something is read."""
 
     def convert(text: str) -> int:
-        if not (text.isascii() and text.isdigit() and int(text) >= least):
+        if not (is_count(text) and int(text) >= least):
             raise StrategyError(field, text, f"give a whole number from {least} up")
         return int(text)
 
@@ -82,7 +95,7 @@ def seconds(field: str) -> Callable[[str], float]:
 
     def convert(text: str) -> float:
         with contextlib.suppress(ValueError):
-            if math.isfinite(value := float(text)) and value > 0:
+            if 0 < (value := float(text)) <= MOST_TIMEOUT_S:
                 return value
         raise StrategyError(field, text, "give a number of seconds above 0")
 
@@ -103,8 +116,12 @@ def number(field: str) -> Callable[[str], float]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the `paceline` command; the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return _dispatch(list(sys.argv[1:] if arguments is None else arguments))
+        for argument in given:
+            if "\0" in argument or any("\ud800" <= letter <= "\udfff" for letter in argument):
+                raise PacelineError(f"argument {argument!r} is not text in UTF-8: rename what it names")
+        return _dispatch(given)
     except PacelineError as error:
         complain(str(error))
         return 2

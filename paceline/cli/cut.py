@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.cli import whole
+from paceline.cli import is_count, whole
 from paceline.errors import StrategyError
 from paceline.split.values import BATCH, Layout, Split, Stages, Tiles, Wavefront
 
@@ -52,18 +52,25 @@ def read_split(given: Mapping[str, Any]) -> Split | None:
             stages=given["stages"],
             micro_batches=given.get("micro_batches", 4 * given["stages"]),
             schedule=given.get("schedule", "1f1b"),
-            cut_at=tuple(given["cut_at"].split(",")) if "cut_at" in given else (),
+            cut_at=_modules(given["cut_at"]) if "cut_at" in given else (),
         )
     if "tiles" in given:
         return _tiles(given["tiles"])
     return Wavefront(parts=given["wavefront"], time_block=given.get("time_block", 8))
 
 
+def _modules(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise StrategyError("cut-at", text, "give names of modules, such as blocks.2,blocks.4")
+    return names
+
+
 def _mesh(text: str) -> dict[str, int]:
     mesh: dict[str, int] = {}
     for entry in text.split(","):
-        axis, equals, size = entry.strip().partition("=")
-        if not (axis.isidentifier() and equals and size.isascii() and size.isdigit() and int(size)):
+        axis, _, size = entry.strip().partition("=")
+        if not (axis.isidentifier() and is_count(size) and int(size)):
             raise StrategyError("mesh", text, "give axes with sizes, such as data=2,model=2")
         if axis in mesh:
             raise StrategyError("mesh", text, f"axis {axis} is there twice, give it once")
@@ -92,6 +99,6 @@ def _layout(given: Mapping[str, Any]) -> dict[str, str]:
 
 def _tiles(text: str) -> Tiles:
     rows, _, columns = text.partition("x")
-    if not all(part.isascii() and part.isdigit() and int(part) for part in (rows, columns or "1")):
+    if not all(is_count(part) and int(part) for part in (rows, columns or "1")):
         raise StrategyError("tiles", text, "give a number of rows, such as 2, or rows x columns, such as 2x2")
     return Tiles(rows=int(rows), columns=int(columns or "1"))

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.cli.plan import check_script
+from paceline.cli.checks import check_script
 from paceline.errors import LaunchError
 from paceline.run_place import PLACE_VARIABLE, Place
 

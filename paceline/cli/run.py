@@ -25,8 +25,10 @@ from pathlib import Path
 import msgspec
 
 from paceline.cli import number, seconds, whole
+from paceline.cli.checks import check, check_script
 from paceline.cli.cut import add_cut_arguments
-from paceline.cli.plan import DEFAULT_PORT, Plan, check, check_script, resolve
+from paceline.cli.plan import DEFAULT_PORT, Plan, resolve
+from paceline.cli.unused import unused
 from paceline.launch.cores import allowed_cores, share_of_cores
 from paceline.launch.emulate import EmulatedHosts, Emulation
 from paceline.launch.hosts import supervise_hosts
@@ -35,8 +37,6 @@ from paceline.launch.supervisor import RunJob, RunOutcome, Supervisor
 from paceline.run_place import INTERRUPTED
 from paceline.watch.display import choose_display, put
 from paceline.watch.run_folder import EVENTS, RunFolder, choose_run_folder
-
-_MAIN = "import sys; from paceline.cli import number, main; sys.exit(main())"
 
 EXAMPLES = """\
 examples:
@@ -136,15 +136,15 @@ def execute(options: argparse.Namespace) -> int:
     check_script(options.script)
     plan = resolve(options)
     check(plan, inside=inside)
-    folder = choose_run_folder(options.run_folder, plan.script, host=plan.host)
+    folder = choose_run_folder(plan.run_folder, plan.script, host=plan.host)
     if plan.emulate is not None and not inside:
-        return _run_on_emulated_hosts(plan, Emulation.parse(plan.emulate), folder, options)
-    return _run_here(plan, folder, options)
+        return _run_on_emulated_hosts(plan, Emulation.parse(plan.emulate), folder)
+    return _run_here(plan, folder)
 
 
-def _run_here(plan: Plan, path: Path, options: argparse.Namespace) -> int:
-    quiet = options.quiet or plan.host > 0  # of several hosts, the first one speaks
-    display = choose_display(Path(plan.script).name, plain=options.plain, quiet=quiet)
+def _run_here(plan: Plan, path: Path) -> int:
+    quiet = plan.quiet or plan.host > 0  # of several hosts, the first one speaks
+    display = choose_display(Path(plan.script).name, plain=plan.plain, quiet=quiet)
     folder = RunFolder(path, lambda line: display.say(f"paceline: {line}"), host=plan.host)
     job = RunJob(
         script=plan.script,
@@ -160,24 +160,42 @@ def _run_here(plan: Plan, path: Path, options: argparse.Namespace) -> int:
     try:
         folder.write_config(_config(plan, job.place.rows))
         if not quiet:
-            display.say(f"paceline: {_in_words(plan)}")
+            display.say(f"paceline: {in_words(plan)}")
         outcome = Supervisor(job, folder, display).run()
         if not quiet:
             display.say(f"paceline: {_summary(outcome, plan, began)}; run folder {path}")
     finally:
         display.close()
         folder.close()
-    if options.json:
+    if plan.json:
         put(sys.stdout, _as_json(path, asdict(outcome)))
     return outcome.exit_code
 
 
-def _in_words(plan: Plan) -> str:
+def in_words(plan: Plan) -> str:
+    """What was given, what is so by default, and what changes nothing here."""
+    idle, given = unused(plan), plan.given_settings
     said: dict[bool, list[str]] = {True: [], False: []}
     for name, value in plan.settings.items():
-        if value not in (None, ()):
-            said[name in plan.given].append(f"{name.removesuffix('_s').replace('_', '-')} {_shown(value)}")
-    return f"given: {', '.join(said[True])}; by default: {', '.join(said[False])}"
+        if value not in (None, ()) and name not in idle:
+            said[name in given].append(f"{_typed(name)} {_shown(value)}")
+    words = f"given: {', '.join(said[True])}; by default: {', '.join(said[False])}"
+    ignored = not_used(plan)
+    return f"{words}; {ignored}" if ignored else words
+
+
+def not_used(plan: Plan) -> str:
+    """What was given and changes nothing in this plan, and why; empty if there is no such thing."""
+    idle = [
+        f"{_typed(name)}{'' if value is True else f' {_shown(value)}'} ({why})"
+        for name, why in unused(plan).items()
+        if (value := plan.given.get(name)) is not None
+    ]
+    return f"not used: {', '.join(idle)}" if idle else ""
+
+
+def _typed(name: str) -> str:
+    return name.removesuffix("_s").replace("_", "-")
 
 
 def _shown(value: object) -> str:
@@ -187,12 +205,13 @@ def _shown(value: object) -> str:
 
 
 def _config(plan: Plan, replicas: int) -> dict[str, object]:
+    idle = {name: {"not_used": why} for name, why in unused(plan).items()}
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": ["paceline", *sys.argv[1:]],
         "folder": str(Path.cwd()),
         "settings": {
-            name: {"value": value, "from": "flag" if name in plan.given else "default"}
+            name: {"value": value, "from": "flag" if name in plan.given_settings else "default", **idle.get(name, {})}
             for name, value in plan.settings.items()
         },
         "versions": {
@@ -233,37 +252,20 @@ def _as_json(run_folder: Path, outcome: Mapping[str, object]) -> bytes:
 # ── emulated hosts ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _run_on_emulated_hosts(plan: Plan, emulation: Emulation, folder: Path, options: argparse.Namespace) -> int:
+def _run_on_emulated_hosts(plan: Plan, emulation: Emulation, folder: Path) -> int:
     """One more `paceline run` on each host."""
     with EmulatedHosts(emulation) as hosts:
+        rendezvous = f"{hosts.addresses[0]}:{DEFAULT_PORT}"
         commands = [
-            hosts.command(host, [sys.executable, "-c", _MAIN, *_arguments_on_host(plan, host, hosts, folder, options)])
+            hosts.command(
+                host, [sys.executable, "-m", "paceline", *plan.on_host(host, rendezvous, str(folder)).command()]
+            )
             for host in range(emulation.hosts)
         ]
         exit_code = supervise_hosts(commands, {**os.environ, "GLOO_SOCKET_IFNAME": hosts.interface})
-    if options.json:
+    if plan.json:
         put(sys.stdout, _as_json(folder, {**_last_event(folder), "exit_code": exit_code}))
     return exit_code
-
-
-def _arguments_on_host(
-    plan: Plan, host: int, hosts: EmulatedHosts, folder: Path, options: argparse.Namespace
-) -> list[str]:
-    flags = {
-        "replicas": plan.strategy.replicas,
-        "wire": options.wire,
-        "batchnorm": options.batchnorm,
-        "exchange": options.exchange,
-        "timeout": options.timeout_s,
-        "save-on-stop": options.save_on_stop,
-        "emulate": plan.emulate,
-        "node-rank": host,
-        "rdzv-endpoint": f"{hosts.addresses[0]}:{DEFAULT_PORT}",
-        "run-folder": folder,
-    }
-    typed = [word for name, value in flags.items() if value is not None for word in (f"--{name}", str(value))]
-    switches = [f"--{name}" for name in ("plain", "quiet") if host > 0 or getattr(options, name)]
-    return ["run", plan.script, *typed, *switches, "--", *plan.arguments]
 
 
 def _last_event(folder: Path) -> dict[str, object]:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from paceline.cli import is_count
 from paceline.errors import InvalidInput, SecurityError
 from paceline.net.secure import TOKEN, Keys, is_loopback, read_token, write_secret, write_token
 from paceline.watch.display import put
@@ -91,8 +92,8 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def _split(listen: str) -> tuple[str, int]:
-    host, colon, port = listen.rpartition(":")
-    if not (host and colon and port.isascii() and port.isdigit() and int(port) < 65536):
+    host, _, port = listen.rpartition(":")
+    if not (host and is_count(port) and int(port) < 65536):
         raise InvalidInput("listen", listen, f"give address:port, such as {DEFAULT_LISTEN}")
     return host.strip("[]"), int(port)
 

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from paceline.cli import whole
+from paceline.cli import complain, whole
+from paceline.cli.checks import check, check_script
 from paceline.cli.cut import add_cut_arguments
-from paceline.cli.plan import Plan, check_script, resolve
-from paceline.cli.run import add_server_arguments, add_strategy_arguments
+from paceline.cli.plan import Plan, resolve
+from paceline.cli.run import add_server_arguments, add_strategy_arguments, not_used
 from paceline.errors import LaunchError, StrategyError
 from paceline.launch.supervisor import RunJob, Supervisor
 from paceline.run_place import PLACE_VARIABLE, Place, Recording
@@ -57,6 +58,9 @@ def execute(options: argparse.Namespace) -> int:
     check_script(options.script)
     tolerance = _tolerance(options.tolerance)
     plan = resolve(options)
+    check(plan)
+    if ignored := not_used(plan):
+        complain(ignored)
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as scratch:
         alone, distributed, run_folder = (Path(scratch) / name for name in ("alone", "distributed", "run"))
         for folder in (alone, distributed, run_folder):

@@ -91,7 +91,7 @@ class Emulation:
         for key in _KEYS:
             if key not in given:
                 raise StrategyError("emulate", text, f"{key} is missing, write it as {_EXAMPLE}")
-        if not re.fullmatch(r"[0-9]+", given["hosts"]):
+        if not re.fullmatch(r"[0-9]{1,9}", given["hosts"]):
             raise _wrong_hosts(given["hosts"])
         return cls(int(given["hosts"]), given["link"])
 

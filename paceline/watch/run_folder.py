@@ -65,6 +65,8 @@ def choose_run_folder(given: str | None, script: str, *, host: int = 0) -> Path:
     """
     if given is None:
         return _new_folder(Path("runs"), f"{time.strftime('%Y%m%d-%H%M%S')}-{Path(script).stem}", host)
+    if not given:
+        raise InvalidInput("run-folder", given, "give the name of a folder, or leave it out")
     path = _of_host(Path(given), host)
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -76,13 +76,51 @@ SENTENCES = {
     "run train.py --nnodes 2 --node-rank 1 --rdzv-endpoint a:b": (
         "rdzv-endpoint is 'a:b': give address:port, such as 10.0.0.1:29500"
     ),
-    "run train.py --rdzv-endpoint a:1 --master-addr b": (
-        "rdzv-endpoint is 'a:1': --master-addr says b:29500, give only one"
-    ),
+    "run train.py --rdzv-endpoint a:1 --master-addr b": ("master-addr is 'b': --rdzv-endpoint says a:1, give only one"),
     "run train.py --nnodes 2 --replicas 3": ("replicas is 3: give a multiple of 2, as many to each of the 2 hosts"),
     "run train.py --nnodes 2 --on-failure restart": (
         "on-failure is 'restart': between several hosts no death is survived yet: give stop"
     ),
+    "run train.py --nnodes 2 --servers 2": "nnodes is 2: every host would start servers of its own and train a model",
+    "run train.py --nnodes 2 --servers 2 --only sparse": "nnodes is 2: every host would start servers of its own",
+    "run train.py --emulate hosts=2,link=1gbit --servers 1": (
+        "emulate is 'hosts=2,link=1gbit': every host would start servers of its own"
+    ),
+    "run train.py --emulate hosts=2,link=1gbit --join 127.0.0.1:7070 --token folder --container a": (
+        "emulate is 'hosts=2,link=1gbit': emulated hosts reach no server outside, leave out --join"
+    ),
+    "run train.py --emulate hosts=2,link=1gbit --replicas 2 --stages 2": (
+        "emulate is 'hosts=2,link=1gbit': a model is cut over devices of one host"
+    ),
+    "run train.py --emulate hosts=2,link=1gbit --async": "async is 'set': it needs servers, give --servers 1 or more",
+    "run train.py --emulate hosts=2,link=1gbit --durability log": "durability is 'log': it needs servers",
+    "run train.py --nnodes 10000000000 --node-rank 0 --rdzv-endpoint localhost:1": (
+        "nnodes is 10000000000: give at most 1024"
+    ),
+    "run train.py --nnodes 2 --node-rank 1 --rdzv-endpoint no-such-host.invalid:1": (
+        "rdzv-endpoint is 'no-such-host.invalid:1': its host cannot be found"
+    ),
+    "run train.py --nnodes 2 --node-rank 1 --rdzv-endpoint a:²": (
+        "rdzv-endpoint is 'a:²': give address:port, such as 10.0.0.1:29500"
+    ),
+    "run train.py --nnodes 2 --node-rank 1 --master-port 29511": (
+        "master-port is 29511: say where host 0 is, --master-addr 10.0.0.1"
+    ),
+    "run train.py --servers 5000": "servers is 5000: give at most 1024",
+    "run train.py --servers 1024": "servers is 1024: torch alone takes",
+    "run train.py --servers 2 --accept ²": "accept is '²': give a number of replicas, or auto",
+    "run train.py --join 127.0.0.1:² --token folder": "join is '127.0.0.1:²': give addresses with ports",
+    "run train.py --save-on-stop folder": "save-on-stop is 'folder': this is a folder, give the name of a file in it",
+    "run train.py --save-on-stop last.pt": "save-on-stop is 'last.pt': give a file name that ends in .safetensors",
+    "run train.py --save-on-stop a.previous.safetensors": (
+        "save-on-stop is 'a.previous.safetensors': give another name, this one is for files beside a checkpoint"
+    ),
+    "run train.py --run-folder ": "run-folder is '': give the name of a folder, or leave it out",
+    f"run {'s' * 5000}": "script is 'ssss",
+    f"run train.py --replicas {'9' * 5000}": "replicas is '9999",
+    "run train.py --stages 2 --cut-at ": "cut-at is '': give names of modules, such as blocks.2,blocks.4",
+    "verify train.py --replicas 100000": "replicas is 100000: give at most 2047 a host",
+    "verify train.py --replicas 2000": "replicas is 2000: torch alone takes",
     "run train.py --emulate hosts=2": "emulate is 'hosts=2': link is missing, write it as hosts=2,link=1gbit",
     "run train.py --emulate hosts=2,link=1gbit --nnodes 2": (
         "emulate is 'hosts=2,link=1gbit': it sets hosts itself, leave its flag out"
@@ -94,7 +132,7 @@ SENTENCES = {
 def test_bad_input_is_refused_in_one_sentence_that_says_what_would_be_right(
     line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert refused(capsys, *line.split()).startswith(SENTENCES[line])
+    assert refused(capsys, *line.split(" ")).startswith(SENTENCES[line])
 
 
 def test_a_port_in_use_is_named_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,23 +191,28 @@ def test_the_configuration_says_of_each_value_where_it_came_from() -> None:
         "script": {"value": "train.py", "from": "flag"},
         "arguments": {"value": ["-x", "a b"], "from": "flag"},
         "replicas": {"value": 2, "from": "flag"},
-        "wire": {"value": "fp32", "from": "default"},
+        "wire": {"value": "fp32", "from": "default", "not_used": "no gradient crosses a link"},
         "batchnorm": {"value": "exact", "from": "default"},
         "exchange": {"value": "auto", "from": "default"},
         "timeout_s": {"value": 30.0, "from": "flag"},
         "on_failure": {"value": "continue", "from": "default"},
-        "max_restarts": {"value": 0, "from": "flag"},
+        "max_restarts": {
+            "value": 0,
+            "from": "flag",
+            "not_used": "nothing is started again, --on-failure restart would",
+        },
         "save_on_stop": {"value": None, "from": "default"},
         "hosts": {"value": 1, "from": "default"},
-        "host": {"value": 0, "from": "default"},
+        "host": {"value": 0, "from": "default", "not_used": "there is one host"},
         "rendezvous": {"value": None, "from": "default"},
         "emulate": {"value": None, "from": "default"},
     }
     assert set(config["versions"]) == {"python", "torch", "paceline"}
     assert len(config["cores_by_replica"]) == 2
     assert (
-        "given: script train.py, arguments -x 'a b', max-restarts 0, replicas 2, timeout 30 s; by default:"
-        in done.stderr
+        "given: script train.py, arguments -x 'a b', replicas 2, timeout 30 s; by default: on-failure continue, "
+        "hosts 1, exchange auto, batchnorm exact; "
+        "not used: max-restarts 0 (nothing is started again, --on-failure restart would)\n" in done.stderr
     )
 
 

@@ -22,15 +22,13 @@ from paceline.central.wire.settings import Settings
 from paceline.errors import InvalidInput, PacelineError
 from paceline.rules import Sync
 from paceline.run_place import check_container
-from paceline.strategy import DURABILITIES, one_of
+from paceline.strategy import DURABILITIES, MOST_SERVERS, MOST_TIMEOUT_S, one_of
 
 if TYPE_CHECKING:
     from paceline.central.container.container import Container
 
-MOST_SERVERS = 1024
 MOST_REPLICAS = 1 << 14
 MOST_BYTES = 1 << 40  # of all parameters together
-MOST_TIMEOUT_S = 1e7
 MOST_CHAPTERS = 1 << 16
 MOST_EPOCHS = 1 << 20
 MOST_COUNT = 1 << 53  # of steps, samples: whatever is counted one by one

@@ -1,0 +1,137 @@
+"""What has to be so before anything is started: files that are there, memory, a free port, keys that open.
+
+Each is found out in a moment here, and would come after minutes, from the middle of a replica, otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import errno
+import os
+import re
+import socket
+from pathlib import Path
+
+from paceline.cli.plan import Plan
+from paceline.errors import InvalidInput, StrategyError
+from paceline.launch.cores import allowed_cores
+from paceline.launch.emulate import check_permission
+from paceline.machine import free_memory
+from paceline.net.secure import Keys, is_loopback, read_token
+
+MOST_DEVICES_A_CORE = 4
+REPLICA_BYTES = 180 << 20  # a process that has imported torch, before it has a model
+_BESIDE_A_CHECKPOINT = re.compile(r"\.(previous(-\d+)?|(step-\d+-)?[0-9a-f]{8}\.training)\.safetensors$")
+
+
+def check_script(script: str) -> None:
+    """That there is a file to run."""
+    if os.path.isdir(script):
+        raise InvalidInput("script", script, "this is a folder, give the Python file")
+    if not os.path.isfile(script):
+        folder, name = os.path.split(script)
+        names: list[str] = []
+        with contextlib.suppress(OSError):
+            names = os.listdir(folder or ".")
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f", did you mean {Path(folder, near[0])}?" if near else ", give the path of a Python file"
+        raise InvalidInput("script", _short(script), f"there is no such file{hint}")
+    if not os.access(script, os.R_OK):
+        raise InvalidInput("script", script, "it is not readable, give the path of a Python file")
+
+
+def check(plan: Plan, *, inside: bool = False) -> None:
+    """That this machine can do what the plan says. `inside`: on an emulated host, which its maker has checked."""
+    if plan.save_on_stop is not None:
+        _check_save(plan.save_on_stop)
+    _check_way_to_servers(plan)
+    _check_devices(plan)
+    here = 1 if plan.emulate else plan.hosts
+    check_memory(plan.strategy.processes // here, plan.strategy.server_processes if plan.join is None else 0)
+    if plan.rendezvous is not None:
+        _check_resolves("rdzv-endpoint", plan.rendezvous)
+        if plan.host == 0:
+            _check_port(plan.rendezvous)
+    if plan.emulate is not None and not inside:
+        if numbered := sorted(plan.given_settings & {"hosts", "host", "rendezvous"}):
+            raise StrategyError("emulate", plan.emulate, f"it sets {', '.join(numbered)} itself, leave its flag out")
+        check_permission()
+
+
+def _check_save(given: str) -> None:
+    """That a checkpoint can be written there, when the run is stopped hours from now."""
+    path = Path(given)
+    folder = os.path.dirname(os.path.abspath(given))
+    if os.path.isdir(given):
+        raise InvalidInput("save-on-stop", given, "this is a folder, give the name of a file in it")
+    if path.suffix != ".safetensors":
+        raise InvalidInput("save-on-stop", _short(given), "give a file name that ends in .safetensors")
+    if _BESIDE_A_CHECKPOINT.search(path.name):
+        raise InvalidInput("save-on-stop", given, "give another name, this one is for files beside a checkpoint")
+    if not os.path.isdir(folder):
+        raise InvalidInput("save-on-stop", _short(given), "its folder does not exist, make it first")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InvalidInput("save-on-stop", given, "its folder is not writable, give another")
+    if len(os.fsencode(path.name)) > 200:  # files beside it have longer names
+        raise InvalidInput("save-on-stop", _short(given), "its name is too long, give a shorter one")
+
+
+def _check_way_to_servers(plan: Plan) -> None:
+    try:
+        if plan.token is not None:
+            read_token(Path(plan.token))
+        if plan.keys is not None:
+            Keys.load(Path(plan.keys)).check("client")
+    except OSError as error:
+        field, value = ("token", plan.token) if plan.token is not None else ("keys", plan.keys)
+        raise InvalidInput(field, _short(str(value)), f"it cannot be read ({error.strerror}), give another") from error
+    for address in plan.join.split(",") if plan.join is not None else ():
+        if plan.keys is None and not is_loopback(address.rpartition(":")[0]):
+            raise StrategyError("join", address, "beyond this machine give --keys, made by paceline keys make")
+        _check_resolves("join", address)
+
+
+def _check_devices(plan: Plan) -> None:
+    """A cut that has less than a core for a device would be slower than no cut, and is a slip more often than not."""
+    devices, cores = plan.strategy.devices, len(allowed_cores())
+    if devices > 1 and devices > cores * MOST_DEVICES_A_CORE:
+        split = plan.strategy.settings["split"]
+        raise StrategyError("split", split, f"that needs {devices} devices and this machine has {cores} cores")
+
+
+def check_memory(replicas: int, servers: int = 0) -> None:
+    """More processes than fit would bring down the machine before any of them could say what is wrong."""
+    free = free_memory()
+    fit, count = free // REPLICA_BYTES, replicas + servers
+    if count > max(1, fit):
+        expected = (
+            f"torch alone takes {count * REPLICA_BYTES / 2**30:.0f} GiB in {count} processes and "
+            f"{free / 2**30:.0f} GiB is free, give at most {fit}"
+        )
+        raise StrategyError(*(("servers", servers) if servers > replicas else ("replicas", replicas)), expected)
+
+
+def _check_resolves(field: str, address: str) -> None:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.getaddrinfo(host.strip("[]"), int(port))
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no name of a host"
+        raise StrategyError(field, _short(address), f"its host cannot be found ({why}), give another") from error
+
+
+def _check_port(rendezvous: str) -> None:
+    port = int(rendezvous.rpartition(":")[2])
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            raise
+        why = "in use" if error.errno == errno.EADDRINUSE else "not allowed"
+        expected = f"port {port} is {why} on this host, give another"
+        raise StrategyError("rdzv-endpoint", rendezvous, expected) from error
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:100]}…"
