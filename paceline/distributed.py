@@ -26,6 +26,7 @@ from paceline.errors import ReplicaDied, StrategyError
 from paceline.exchange.board import Board, HostWord, Kind, Members, Phase, Word
 from paceline.exchange.links import Links
 from paceline.exchange.together import Together
+from paceline.machine import check_shared_words
 from paceline.mirrored.opening import meet
 from paceline.mirrored.owner import Owner
 from paceline.mirrored.reducer import MeanReducer
@@ -59,6 +60,7 @@ def distribute(model: Model, optimizer: SomeOptimizer) -> tuple[Model, SomeOptim
     if where.world == 1 and where.board is None:
         model.no_sync = _nothing  # type: ignore[assignment]
         return model, optimizer
+    check_shared_words("pl.distribute has no replicas")
     _Distributed(model, optimizer, *meet(model, where))
     return model, optimizer
 

@@ -6,6 +6,8 @@ import os
 import platform
 from pathlib import Path
 
+from paceline.errors import LaunchError
+
 
 def free_memory() -> int:
     """Bytes that can still be had: of the machine, or of the control group if that is less."""
@@ -36,3 +38,12 @@ def shared_words_work() -> bool:
     exchange by collectives until it has been run there.
     """
     return platform.machine() in ("x86_64", "AMD64")
+
+
+def check_shared_words(what: str) -> None:
+    """Refuse `what`, which needs shared words, where they do not work."""
+    if not shared_words_work():
+        raise LaunchError(
+            f"{what} on this processor ({platform.machine()}): that relies on the memory order of x86-64; "
+            "pl.Trainer with --replicas works here, by collectives"
+        )

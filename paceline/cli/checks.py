@@ -17,7 +17,7 @@ from paceline.cli.plan import Plan
 from paceline.errors import InvalidInput, StrategyError
 from paceline.launch.cores import allowed_cores
 from paceline.launch.emulate import check_permission
-from paceline.machine import free_memory
+from paceline.machine import check_shared_words, free_memory
 from paceline.net.secure import Keys, is_loopback, read_token
 
 MOST_DEVICES_A_CORE = 4
@@ -47,6 +47,8 @@ def check(plan: Plan, *, inside: bool = False) -> None:
         _check_save(plan.save_on_stop)
     _check_way_to_servers(plan)
     _check_devices(plan)
+    if plan.strategy.exchange == "shared":
+        check_shared_words("replicas cannot share memory")
     here = 1 if plan.emulate else plan.hosts
     check_memory(plan.strategy.processes // here, plan.strategy.server_processes if plan.join is None else 0)
     if plan.rendezvous is not None:
@@ -95,6 +97,8 @@ def _check_way_to_servers(plan: Plan) -> None:
 def _check_devices(plan: Plan) -> None:
     """A cut that has less than a core for a device would be slower than no cut, and is a slip more often than not."""
     devices, cores = plan.strategy.devices, len(allowed_cores())
+    if devices > 1:
+        check_shared_words("a model cannot be cut over devices")
     if devices > 1 and devices > cores * MOST_DEVICES_A_CORE:
         split = plan.strategy.settings["split"]
         raise StrategyError("split", split, f"that needs {devices} devices and this machine has {cores} cores")

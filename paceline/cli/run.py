@@ -34,6 +34,7 @@ from paceline.launch.emulate import EmulatedHosts, Emulation
 from paceline.launch.hosts import supervise_hosts
 from paceline.launch.replica import PARENT_VARIABLE, die_with_parent
 from paceline.launch.supervisor import RunJob, RunOutcome, Supervisor
+from paceline.machine import shared_words_work
 from paceline.run_place import INTERRUPTED
 from paceline.watch.display import choose_display, put
 from paceline.watch.run_folder import EVENTS, RunFolder, choose_run_folder
@@ -161,6 +162,9 @@ def _run_here(plan: Plan, path: Path) -> int:
         folder.write_config(_config(plan, job.place.rows))
         if not quiet:
             display.say(f"paceline: {in_words(plan)}")
+            if plan.strategy.replicas > 1 and not plan.strategy.on_servers and not shared_words_work():
+                why = f"shared memory is for x86-64 so far and this is {platform.machine()}"
+                display.say(f"paceline: {why}: replicas exchange by collectives")
         outcome = Supervisor(job, folder, display).run()
         if not quiet:
             display.say(f"paceline: {_summary(outcome, plan, began)}; run folder {path}")

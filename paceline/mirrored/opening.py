@@ -24,6 +24,7 @@ from paceline.exchange.mailboxes import Peers
 from paceline.exchange.together import Together
 from paceline.exchange.wire import wire
 from paceline.loop.training_loop import Training
+from paceline.machine import shared_words_work
 from paceline.memory import segment
 from paceline.memory.heap import keep_memory
 from paceline.mirrored.between_hosts import BetweenHosts, OneHost
@@ -68,7 +69,7 @@ def open_mirrored(training: Training, tables: OpenTables) -> MirroredEngine:
 def meet(model: nn.Module, place: Place) -> tuple[Place, Board, Links | None]:
     """Find the others: this replica's place among those who share its memory, their board, the links to the rest."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    apart = place.strategy.exchange == "collective" or device.type != "cpu"
+    apart = place.strategy.exchange == "collective" or device.type != "cpu" or not shared_words_work()
     store = _store(place) if place.hosts > 1 or place.board is None or (apart and place.world > 1) else None
     if place.board is None:
         assert store is not None

@@ -19,6 +19,7 @@ from torch import nn
 
 from paceline.errors import ModelError
 from paceline.exchange.mailboxes import Peers
+from paceline.machine import check_shared_words
 from paceline.split.values import Layout, Split, Stages, Tiles, Wavefront
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
@@ -143,6 +144,7 @@ def open_cut(split: Split, peers: Peers, dims: Mapping[str, str]) -> Cut:
     """Returns this device's side of the cut that was asked for; what a way of cutting needs is imported only now.
 
     `dims` are the names that the user has given to dims of parameters, for a layout."""
+    check_shared_words("a model cannot be cut over devices")
     room, name = _CUTS[type(split)]
     cut: Cut = getattr(importlib.import_module(room), name)(split, peers)
     cut.name_dims(dims)
