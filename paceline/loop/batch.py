@@ -8,7 +8,7 @@ import torch
 
 from paceline.data.feed import Ahead
 from paceline.errors import PacelineError
-from paceline.loop.engine import Chapter, Computed, Samples, Work, Worker
+from paceline.loop.engine import Chapter, Computed, ReplicaWork, Samples, Worker
 from paceline.loop.passes import Passes
 from paceline.torch_private import tree_map
 
@@ -24,7 +24,7 @@ class ReplicaBatches(list[Any]):
 class ReplicaBatch:
     """One replica's part of a batch."""
 
-    def __init__(self, work: Work, chapter: Chapter, samples: Samples, ahead: Ahead, passes: Passes) -> None:
+    def __init__(self, work: ReplicaWork, chapter: Chapter, samples: Samples, ahead: Ahead, passes: Passes) -> None:
         self.work = work
         self._samples, self._ahead, self._passes = samples, ahead, passes
         self._following = samples.following(work)
@@ -79,7 +79,7 @@ class DrawnBatch:
             replica.take(given)
 
 
-def _empty_batch(chapter: Chapter, work: Work) -> Any:
+def _empty_batch(chapter: Chapter, work: ReplicaWork) -> Any:
     """The same kind of batch with no samples: for a replica that has none in a last, small batch."""
     one = chapter.feed.load(chapter.ledger, work.epoch, range(work.first, work.first + 1))
     return tree_map(lambda leaf: leaf[:0] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf, one)

@@ -52,7 +52,7 @@ class Chapter:
 
 
 @dataclass(frozen=True)
-class Work:
+class ReplicaWork:
     """What one replica computes of a step."""
 
     assignment: Any  # as its engine knows it: a share of the batch, or a ticket
@@ -97,13 +97,13 @@ class Samples(Protocol):
 
     stopped: bool  # there is no more work because the run was asked to stop
 
-    def next(self) -> Sequence[Work]:
+    def next(self) -> Sequence[ReplicaWork]:
         """Returns the work of the next step, of every replica that this process is; none if there is no more."""
 
-    def work(self, assignment: Any) -> Work:
+    def work(self, assignment: Any) -> ReplicaWork:
         """Returns what another assignment for the step in hand means: a replica has died meanwhile."""
 
-    def following(self, work: Work) -> Sequence[Request]:
+    def following(self, work: ReplicaWork) -> Sequence[Request]:
         """Returns what most likely comes after `work`, to be loaded ahead."""
 
     def commit(self, closed: Closed) -> None:
@@ -116,7 +116,7 @@ class Samples(Protocol):
 class Batch(Protocol):
     """What an engine does with a replica's part of a step."""
 
-    work: Work
+    work: ReplicaWork
     micro_batches: list[Any]
 
     def compute(self, worker: Worker, assignment: Any) -> Computed:
@@ -132,7 +132,7 @@ class Worker(Protocol):
     model: nn.Module
     replica: int
 
-    def one_pass(self, work: Work, number: int, batch: Any, *, is_last: bool) -> AbstractContextManager[None]:
+    def one_pass(self, work: ReplicaWork, number: int, batch: Any, *, is_last: bool) -> AbstractContextManager[None]:
         """Goes around forward and backward of pass `number`; `is_last`: of this replica's in this step."""
 
     def train(self, loss: Loss, batch: Any, weight: float, check: Check) -> float:

@@ -18,14 +18,14 @@ from paceline.data.feed import Request
 from paceline.data.ledger import Lease, Ledger
 from paceline.errors import PacelineError
 from paceline.evaluations import EvaluationKey
-from paceline.loop.engine import Chapter, Closed, ServersControl, Work
+from paceline.loop.engine import Chapter, Closed, ReplicaWork, ServersControl
 from paceline.loop.run_state import RunState, StateByName
 from paceline.loop.script_position import ScriptPosition
 from paceline.seeds import mixed
 
 
 @dataclass(frozen=True)
-class Share:
+class BatchShare:
     """A replica's place among those who take part in a try: the `index`-th of `count`."""
 
     index: int
@@ -37,12 +37,12 @@ class LedgerSamples:
 
     stopped = False  # whoever is asked to stop is told with a step
 
-    def __init__(self, chapter: Chapter, share: Callable[[], Share]) -> None:
+    def __init__(self, chapter: Chapter, share: Callable[[], BatchShare]) -> None:
         self._chapter = chapter
         self._share = share
         self._lease = chapter.ledger.next()
 
-    def next(self) -> Sequence[Work]:
+    def next(self) -> Sequence[ReplicaWork]:
         ledger, feed = self._chapter.ledger, self._chapter.feed
         while (lease := ledger.next()).epoch < self._chapter.stop_epoch:
             available = feed.available(ledger, lease.epoch, range(lease.start, lease.stop))
@@ -52,16 +52,16 @@ class LedgerSamples:
             ledger.end_epoch(lease.epoch)
         return []
 
-    def work(self, assignment: Share) -> Work:
+    def work(self, assignment: BatchShare) -> ReplicaWork:
         return self._work(self._lease, assignment)
 
-    def following(self, work: Work) -> Sequence[Request]:
+    def following(self, work: ReplicaWork) -> Sequence[Request]:
         return [self._work(self._chapter.ledger.peek(self._lease), work.assignment).request]
 
-    def _work(self, lease: Lease, share: Share) -> Work:
+    def _work(self, lease: Lease, share: BatchShare) -> ReplicaWork:
         chapter, parts = self._chapter, lease.parts(share.count, self._chapter.accumulate)
         step = chapter.steps_before + lease.step
-        return Work(
+        return ReplicaWork(
             assignment=share,
             step=step,
             epoch=lease.epoch,
@@ -101,9 +101,9 @@ class LockstepEngine:
     def servers(self) -> ServersControl | None:
         return None
 
-    def share(self) -> Share:
+    def share(self) -> BatchShare:
         """Returns this replica's share of the next step, if nobody dies before."""
-        return Share(0, 1)
+        return BatchShare(0, 1)
 
     def steps(self, position: ScriptPosition) -> int:
         return position.steps
@@ -129,9 +129,9 @@ class LockstepEngine:
     def total(self, key: EvaluationKey, length: int, over: Callable[[range], torch.Tensor]) -> torch.Tensor:
         return self.sum(lambda share: over(Lease(0, 0, 0, length).parts(share.count)[share.index][0]))
 
-    def sum(self, compute: Callable[[Share], torch.Tensor]) -> torch.Tensor:
+    def sum(self, compute: Callable[[BatchShare], torch.Tensor]) -> torch.Tensor:
         """Returns the sum over all members of what `compute` returns (a small float64 vector)."""
-        return compute(Share(0, 1))
+        return compute(BatchShare(0, 1))
 
     def model_state(self) -> dict[str, torch.Tensor]:
         raise NotImplementedError

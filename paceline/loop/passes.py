@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from paceline.errors import LossError
-from paceline.loop.engine import Work, Worker
+from paceline.loop.engine import ReplicaWork, Worker
 from paceline.split.cut import Check, Loss, train
 
 
@@ -24,7 +24,7 @@ class PlainWorker:
     model: nn.Module
     replica: int = 0
 
-    def one_pass(self, work: Work, number: int, batch: Any, *, is_last: bool) -> AbstractContextManager[None]:
+    def one_pass(self, work: ReplicaWork, number: int, batch: Any, *, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
     def train(self, loss: Loss, batch: Any, weight: float, check: Check) -> float:
@@ -38,7 +38,7 @@ class Passes:
     loss: Loss
     accumulate: int
 
-    def run(self, worker: Worker, work: Work, micro_batches: Sequence[Any]) -> float:
+    def run(self, worker: Worker, work: ReplicaWork, micro_batches: Sequence[Any]) -> float:
         """Runs forward and backward over every micro-batch that has samples. Returns this replica's share of the mean
         loss over the whole batch."""
         passes = [number for number, samples in enumerate(work.ranges) if samples]

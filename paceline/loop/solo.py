@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.loop.engine import Batch, Closed
-from paceline.loop.lockstep import LockstepEngine, Share
+from paceline.loop.lockstep import BatchShare, LockstepEngine
 from paceline.loop.passes import PlainWorker
 from paceline.loop.run_state import RunState, StateByName
 from paceline.optim.models import own_state, parameter_names
@@ -29,7 +29,7 @@ class Solo(LockstepEngine):
     def step(self, batches: Sequence[Batch]) -> Closed:
         (batch,) = batches
         self._optimizer.zero_grad(set_to_none=True)
-        computed = batch.compute(self._worker, Share(0, 1))
+        computed = batch.compute(self._worker, BatchShare(0, 1))
         if self.gradients_ready is not None:
             self.gradients_ready()
         if self._clip_norm is not None:

@@ -17,7 +17,7 @@ from paceline.errors import Stalled
 from paceline.exchange.board import Kind, Members, Phase, Word
 from paceline.exchange.links import Links
 from paceline.exchange.together import Together
-from paceline.loop.lockstep import Share
+from paceline.loop.lockstep import BatchShare
 from paceline.memory.layout import Slot
 from paceline.memory.model_arena import ModelArena
 from paceline.mirrored.owner import Owner, sum_into
@@ -39,9 +39,9 @@ class OneHost(StepPart):
     def open(self, arena: ModelArena, owner: Owner) -> None:
         """The gradients lie there, and are this owner's to sum."""
 
-    def share(self, index: int, count: int) -> Share:
+    def share(self, index: int, count: int) -> BatchShare:
         """Returns the share of this host's `index`-th of `count` members."""
-        return Share(index, count)
+        return BatchShare(index, count)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Returns the sum over all hosts of a few numbers."""
@@ -74,8 +74,8 @@ class BetweenHosts(OneHost):
         self._arena = arena
         self._owner = owner
 
-    def share(self, index: int, count: int) -> Share:
-        return Share(self.number * count + index, self.count * count)
+    def share(self, index: int, count: int) -> BatchShare:
+        return BatchShare(self.number * count + index, self.count * count)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         return self._links.sum(values)

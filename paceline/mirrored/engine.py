@@ -29,8 +29,8 @@ from paceline.errors import ModelError
 from paceline.exchange.board import HostWord, Kind, Members, Phase, Word
 from paceline.exchange.sums import SharedSums
 from paceline.exchange.together import Together
-from paceline.loop.engine import Batch, Closed, Computed, Work
-from paceline.loop.lockstep import LockstepEngine, Share
+from paceline.loop.engine import Batch, Closed, Computed, ReplicaWork
+from paceline.loop.lockstep import BatchShare, LockstepEngine
 from paceline.loop.run_state import RunState, StateByName
 from paceline.mirrored.between_hosts import OneHost
 from paceline.mirrored.joining import Joining
@@ -92,7 +92,7 @@ class MirroredEngine(LockstepEngine):
     def in_charge(self) -> bool:
         return self._together.is_first() and self._hosts.number == 0
 
-    def share(self) -> Share:
+    def share(self) -> BatchShare:
         return self._part.share(self._together.coming())
 
     def expect(self, steps: int) -> None:
@@ -114,7 +114,7 @@ class MirroredEngine(LockstepEngine):
     # ── as a worker ──────────────────────────────────────────────────────────────────────────────────────
 
     @contextmanager
-    def one_pass(self, work: Work, number: int, batch: Any, *, is_last: bool) -> Iterator[None]:
+    def one_pass(self, work: ReplicaWork, number: int, batch: Any, *, is_last: bool) -> Iterator[None]:
         self._part.collector.last_pass(is_last)
         with self._statistics.one_pass(work.among[number], self._count):
             yield
@@ -226,7 +226,7 @@ class MirroredEngine(LockstepEngine):
         loss, samples, count, stop, _ = numbers
         return Closed(loss, int(samples), int(count) // self._part.devices, bool(stop)), touched.tolist()
 
-    def sum(self, compute: Callable[[Share], torch.Tensor]) -> torch.Tensor:
+    def sum(self, compute: Callable[[BatchShare], torch.Tensor]) -> torch.Tensor:
         def one_try(members: Members) -> torch.Tensor:
             self._board.work_on(members, Kind.EVALUATE, Phase.EVALUATING)
             self._sums.begin(members)

@@ -15,7 +15,7 @@ from torch import nn
 from paceline.errors import ModelError
 from paceline.exchange.board import HostWord, Kind, Members, Phase
 from paceline.exchange.together import Together
-from paceline.loop.lockstep import Share
+from paceline.loop.lockstep import BatchShare
 from paceline.mirrored.between_hosts import OneHost
 from paceline.mirrored.shared_model import SharedModel
 from paceline.mirrored.statistics import BatchStatistics
@@ -43,7 +43,7 @@ class WholeModel(StepPart):
         arena, slots = self._shared.arena, self._shared.layout.slots
         return [Whole(arena.gradient(self._row, slot)) for slot in slots[: len(self._shared.trained)]]
 
-    def share(self, members: Members) -> Share:
+    def share(self, members: Members) -> BatchShare:
         """Returns this process's share of a step of these members."""
         return self._hosts.share(members.ranks.index(self._row), len(members.ranks))
 
@@ -119,8 +119,8 @@ class CutModel(WholeModel):
         self._prepared = False
         super().__init__(model, shared, together, hosts)
 
-    def share(self, members: Members) -> Share:
-        return Share(self._row // self.devices, len(members.ranks) // self.devices)
+    def share(self, members: Members) -> BatchShare:
+        return BatchShare(self._row // self.devices, len(members.ranks) // self.devices)
 
     def prepare(self, call: Callable[[nn.Module], Any], statistics: BatchStatistics) -> None:
         if self._prepared:

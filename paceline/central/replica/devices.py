@@ -26,7 +26,7 @@ from paceline.errors import ModelError, PacelineError
 from paceline.exchange.board import Board
 from paceline.exchange.mailboxes import Peers
 from paceline.exchange.together import Together
-from paceline.loop.engine import Batch, Computed, Work
+from paceline.loop.engine import Batch, Computed, ReplicaWork
 from paceline.memory.arena import Arena
 from paceline.memory.model_arena import ModelArena, Sizes
 from paceline.optim.batchnorm import Statistics, make_exact
@@ -191,7 +191,7 @@ class Devices:
         return Computed(float(loss), computed.samples)
 
     @contextmanager
-    def one_pass(self, work: Work, number: int, batch: Any, *, is_last: bool) -> Iterator[None]:
+    def one_pass(self, work: ReplicaWork, number: int, batch: Any, *, is_last: bool) -> Iterator[None]:
         self._statistics.sum = self._everyone.all_reduce
         try:
             yield

@@ -19,7 +19,7 @@ import msgspec
 from paceline.central.wire.replies import Ended, Ticket
 from paceline.data.book import cut
 from paceline.data.feed import Request
-from paceline.loop.engine import Chapter, Closed, Work
+from paceline.loop.engine import Chapter, Closed, ReplicaWork
 from paceline.seeds import mixed
 
 
@@ -42,16 +42,16 @@ class TicketSamples:
         self._give_back = give_back
         self._alone = alone
 
-    def next(self) -> Sequence[Work]:
+    def next(self) -> Sequence[ReplicaWork]:
         answer = self._ask(self._chapter)
         if isinstance(answer, Ended):
             self.stopped = answer.stop
             return []
         return [self.work(ticket) for ticket in answer]
 
-    def work(self, assignment: Ticket) -> Work:
+    def work(self, assignment: Ticket) -> ReplicaWork:
         epoch, ranges = self._request(assignment)
-        return Work(
+        return ReplicaWork(
             assignment=assignment,
             step=assignment.step,
             epoch=epoch,
@@ -65,7 +65,7 @@ class TicketSamples:
         runs = [range(start, stop) for start, stop in ticket.runs]
         return ticket.epoch, tuple(run for piece in cut(runs, self._chapter.accumulate) for run in piece)
 
-    def following(self, work: Work) -> Sequence[Request]:
+    def following(self, work: ReplicaWork) -> Sequence[Request]:
         """As the chief says; or in a sync run the same part of the next batch."""
         ticket, ledger = work.assignment, self._chapter.ledger
         # What the other replicas of an async process wait for would be dropped, and loaded twice.

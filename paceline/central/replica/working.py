@@ -12,7 +12,7 @@ from paceline.central.client.client import Client
 from paceline.central.wire.replies import Settled, Ticket
 from paceline.errors import LossError
 from paceline.exchange.board import Phase
-from paceline.loop.engine import Batch, Computed, Work
+from paceline.loop.engine import Batch, Computed, ReplicaWork
 from paceline.loop.passes import PlainWorker
 
 
@@ -23,7 +23,7 @@ class ClientWorker(PlainWorker):
         super().__init__(client.model, client.replica)
         self._client = client
 
-    def one_pass(self, work: Work, number: int, batch: Any, *, is_last: bool) -> AbstractContextManager[None]:
+    def one_pass(self, work: ReplicaWork, number: int, batch: Any, *, is_last: bool) -> AbstractContextManager[None]:
         self._client.begin_pass(batch, is_last=is_last)
         return super().one_pass(work, number, batch, is_last=is_last)
 
