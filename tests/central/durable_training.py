@@ -20,13 +20,17 @@ from torch import nn
 
 import paceline as pl
 from paceline.central.client.client import Client
+from paceline.central.client.initial_values import InitialValues
 from paceline.run_place import find_place
 
 BATCH = 12
+ANYBODY = ("filling", "filled")  # moments of whichever replica gives the initial values
 
 
 def pid_of(name: str) -> int:
     """The process that was started last as `server 0` or `replica 1`."""
+    if name == "itself":
+        return os.getpid()
     kind, number = name.split()
     pids = [os.getpid()]
     for line in Path("run/events.jsonl").read_text().splitlines():
@@ -61,7 +65,8 @@ def main() -> None:
     options = parser.parse_args()
     place = find_place()
     trainer: pl.Trainer | None = None
-    reached = killer(options.kill if place.rank == 0 else [], lambda: trainer.steps if trainer is not None else 0)
+    kills = [kill for kill in options.kill if kill[2] in ANYBODY or place.rank == 0]
+    reached = killer(kills, lambda: trainer.steps if trainer is not None else 0)
     push = Client.push
 
     def watched_push(client: Client, *given: object) -> None:
@@ -70,6 +75,15 @@ def main() -> None:
         reached("after push")
 
     Client.push = watched_push  # type: ignore[method-assign, assignment]
+    fill = InitialValues.fill
+
+    def watched_fill(values: InitialValues, *given: object) -> None:
+        reached("filling")
+        fill(values, *given)  # type: ignore[arg-type]
+        reached("filled")
+
+    InitialValues.fill = watched_fill  # type: ignore[method-assign, assignment]
+    reached("start")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.5)

@@ -65,6 +65,19 @@ CASES = {
     "another server with gradients": ("", [("server 1", 3, "after push")]),
     "all servers": ("", [("server 0,server 1", 3, "before push"), ("server 0,server 1", 4, "after push")]),
     "servers at the start": ("", [("server 0,server 1", 0, "forward")]),
+    "a replica that never comes": ("--on-failure continue", [("replica 1", 0, "start")]),
+    "a replica that comes late": ("--on-failure restart", [("replica 1", 0, "start")]),
+    "whoever gives the initial values": ("--on-failure continue", [("itself", 0, "filling")]),
+    "whoever has given them": ("--on-failure continue", [("itself", 0, "filled")]),
+    "a server, and whoever fills it": ("--on-failure continue", [("server 0", 0, "filling"), ("itself", 0, "filled")]),
+    "another server, and whoever fills it": (
+        "--on-failure restart",
+        [("server 1", 0, "filling"), ("itself", 0, "filled")],
+    ),
+    "a server and a replica before the first step": (
+        "--on-failure continue",
+        [("server 0,replica 1", 0, "start")],
+    ),
     "servers in an evaluation": ("", [("server 0", 5, "evaluation"), ("server 1", 10, "evaluation")]),
     "servers over tcp": ("--exchange tcp", [("server 0", 3, "after push"), ("server 1", 7, "forward")]),
     "a replica computing": ("--on-failure restart", [("replica 1", 3, "forward")]),
@@ -79,7 +92,7 @@ CASES = {
 
 
 # A run with restarts takes its time: `make soak` has them all.
-IN_EVERY_TEST_RUN = ("another server computing",)
+IN_EVERY_TEST_RUN = ("another server computing", "a server and a replica before the first step")
 
 
 @pytest.mark.timeout(400)

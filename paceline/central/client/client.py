@@ -29,7 +29,7 @@ from paceline.central.client.whole_tensors import State, WholeTensors
 from paceline.central.shards import Shards, TableSpec, describe, plain_options
 from paceline.central.tables.embedding import Lookup, find_tables
 from paceline.central.wire import replies, requests
-from paceline.central.wire.connection import FIRST_CONTACT_S, Connection
+from paceline.central.wire.connection import Connection
 from paceline.central.wire.settings import Settings
 from paceline.central.wire.tensor_bytes import bytes_of
 from paceline.errors import ArenaError, ModelError
@@ -61,8 +61,10 @@ class Client:
         wire_name: str = "fp32",
         share_memory: bool = True,
         only_tables: bool = False,
+        ended: Callable[[], Sequence[tuple[int, int]]] | None = None,
     ) -> None:
-        """`only_tables`: everything but sparse embeddings stays with the replica."""
+        """`only_tables`: everything but sparse embeddings stays with the replica. `ended` returns replicas, and the
+        incarnations of their processes, that are known to have ended."""
         self.model = model
         self.optimizer = self.options_from = optimizer
         self.replica, self.incarnation = replica, incarnation
@@ -88,6 +90,8 @@ class Client:
         self._sides = [self._side(number) for number in range(len(servers.addresses))]
         for number, side in enumerate(self._sides):
             side.connection.introduce = self._introducer(number)
+        self._ended = ended
+        self._to_chief.while_waiting = self._tell_who_has_ended
         self.chief = replica == 0
         self.step = 0  # closed so far, as far as this replica knows
         self._asked: requests.Ask | None = None
@@ -126,7 +130,9 @@ class Client:
     # ── opening ──────────────────────────────────────────────────────────────────────────────────────────
 
     def _side(self, number: int) -> ServerView:
-        return ServerView(self._connection(number, f"server {number}", FIRST_CONTACT_S), self.shards.layouts[number])
+        return ServerView(
+            self._connection(number, f"server {number}", self._servers.first_contact_s), self.shards.layouts[number]
+        )
 
     def _connection(self, number: int, name: str, first_contact_s: float | None = None) -> Connection:
         return Connection(
@@ -317,6 +323,12 @@ class Client:
             self._settled_at = time.monotonic()
             self._pushing.settle(accepted=answer.accepted is not None)
         return answer
+
+    def _tell_who_has_ended(self) -> None:
+        """A replica that ended before it had come to the servers is expected there, and nobody else would say so."""
+        for replica, incarnation in self._ended() if self._ended is not None else ():
+            leave = requests.Leave(container=self.container, replica=replica, incarnation=incarnation)
+            self._to_chief.call(leave, replies.Done)
 
     def give_back(self, timeout_s: float | None = None) -> None:
         """Something else is done before the ticket that has come with the last report: others may need its samples."""

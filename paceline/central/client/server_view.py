@@ -31,6 +31,7 @@ class ServerAddresses:
     container: str
     token: str = ""
     keys: Keys | None = None
+    first_contact_s: float | None = None  # how long to try, of servers whose addresses somebody has typed
 
 
 @dataclass

@@ -23,6 +23,7 @@ from paceline.central.client.server_view import ServerAddresses
 from paceline.central.replica.progress import books_of, with_books, with_counted
 from paceline.central.replica.ticket_samples import TicketSamples
 from paceline.central.replica.working import ClientWorker, Worked, work_on
+from paceline.central.wire.connection import FIRST_CONTACT_S
 from paceline.central.wire.replies import Ended, Ticket, Waiting
 from paceline.central.wire.settings import Settings
 from paceline.data.ledger import Ledger
@@ -51,6 +52,7 @@ def servers_of(place: Place, number: int) -> ServerAddresses:
         servers.container if number == 1 else f"{servers.container}-{number}",
         read_token(Path(servers.token_folder)) if servers.token_folder is not None else "",
         Keys.load(Path(servers.keys)) if servers.keys is not None else None,
+        FIRST_CONTACT_S if servers.run else None,
     )
 
 
@@ -96,6 +98,7 @@ class CentralizedEngine:
             incarnation=incarnation,
             wire_name=strategy.wire,
             share_memory=strategy.exchange != "tcp",
+            ended=self._ended if strategy.split is None and not strategy.in_graph else None,
         )
         self.client = self._open(model, optimizer, replica=place.replica)
         self._worker = ClientWorker(self.client)
@@ -105,6 +108,15 @@ class CentralizedEngine:
         self._resumes = 0
         self._sync = True
         self.enter(Phase.BETWEEN)
+
+    def _ended(self) -> list[tuple[int, int]]:
+        """Returns the replicas of this host whose processes have ended, as the supervisor has declared them."""
+        board = self._board
+        if board is None:
+            return []
+        first = board.host_get(HostWord.FIRST_REPLICA)
+        incarnations = ((row, board.get(row, Word.INCARNATION)) for row in range(board.replicas))
+        return [(first + row, number - 1) for row, number in incarnations if number % 2 == 0]
 
     # ── what can be asked ────────────────────────────────────────────────────────────────────────────────
 

@@ -50,6 +50,7 @@ class Connection:
         self._given_up = False
         self._first_contact_s = first_contact_s  # None: there was one, or it may take as long as any other
         self.introduce: Callable[[], None] | None = None  # after every connect, before any other request
+        self.while_waiting: Callable[[], None] | None = None  # between two questions whether there is an answer yet
 
     def call(
         self,
@@ -91,6 +92,8 @@ class Connection:
                 return reply
             if time.monotonic() > give_up:
                 raise Stalled(f"{self._who} waited {self._timeout_s:g} s for {reply.why}")
+            if self.while_waiting is not None:
+                self.while_waiting()
 
     def _once(
         self,
