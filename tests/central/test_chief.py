@@ -511,7 +511,7 @@ def test_each_step_of_a_sync_run_has_the_batch_of_one_process(
         for close in fleet.closes
     ]
     assert made == alone
-    assert fleet.chief.late == 0
+    assert fleet.chief.open_books.late == 0
 
 
 @quick
@@ -529,7 +529,7 @@ def test_the_first_k_make_a_step_and_fewer_only_when_data_or_replicas_run_out(
     play(fleet, chosen)
     fleet.check_all_counted()
     if accept >= replicas:
-        assert fleet.chief.late == 0
+        assert fleet.chief.open_books.late == 0
 
 
 def tickets(chief: Chief, *replicas: int, now: float = 0.0) -> list[Work]:
@@ -567,7 +567,7 @@ def test_whoever_is_late_is_told_and_its_samples_come_first_in_the_next_step() -
     reported(chief, (1, second))
     assert chief.outcome(1, second.ticket) == Outcome(None, 0.5, 10)
     assert chief.outcome(2, spare.ticket) == Outcome(0, 0.5, 10)
-    assert (chief.late, chief.next_close()) == (1, None)
+    assert (chief.open_books.late, chief.next_close()) == (1, None)
     assert [work.runs for work in tickets(chief, 0, 1)] == [(range(5, 10),), (range(15, 20),)]
 
 
@@ -664,7 +664,7 @@ def test_equal_replicas_in_turns_are_stale_by_all_the_others(replicas: int) -> N
                 if process.alive:
                     fleet.act(process)
                     fleet.close_all()
-    counts = fleet.chief.staleness
+    counts = fleet.chief.open_books.staleness
     mean = sum(staleness * count for staleness, count in counts.items()) / sum(counts.values())
     assert sum(counts.values()) == 1000
     assert mean == pytest.approx(replicas - 1, rel=0.05)
@@ -771,7 +771,7 @@ def test_what_is_too_stale_is_dropped_and_comes_again() -> None:
         chief.closed(close)
     assert chief.next_close() is None
     assert chief.outcome(2, works[2].ticket) == Outcome(None, 0.5, 1)
-    assert (chief.dropped, chief.staleness) == (1, {0: 1, 1: 1, 2: 1})
+    assert (chief.open_books.dropped, chief.open_books.staleness) == (1, {0: 1, 1: 1, 2: 1})
     assert [work.runs for work in tickets(chief, 3)] == [works[2].runs]
 
 
@@ -1023,7 +1023,7 @@ def test_auto_waits_for_all_when_all_are_alike(replicas: int) -> None:
     chance = random.Random(replicas)
     run = Timed(replicas, lambda *_: chance.uniform(0.95, 1.05))
     assert set(run.run(200)) == {replicas}
-    assert run.fleet.chief.late == 0
+    assert run.fleet.chief.open_books.late == 0
 
 
 def test_auto_sees_that_each_is_slow_now_and_then() -> None:

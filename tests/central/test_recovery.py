@@ -173,7 +173,7 @@ def test_every_bit_comes_back(tmp_path: Path, optimizer: str, *, tables: bool) -
 def test_corrections_for_staleness_come_out_the_same(tmp_path: Path) -> None:
     training = Training(tmp_path, Async(stale="compensate:0.5"))
     training.train(5)
-    assert training.training.state.chief.staleness[1] == 5
+    assert training.training.state.chief.open_books.staleness[1] == 5
     killed_at_once(training)
 
 
@@ -186,7 +186,7 @@ def test_what_corrected_one_step_does_not_correct_the_next(tmp_path: Path) -> No
     for replica, ticket in ((0, first), (1, second)):
         training.push(replica, ticket)
         training.report(replica, ticket)
-    assert training.training.state.chief.staleness[1] == 3
+    assert training.training.state.chief.open_books.staleness[1] == 3
     killed_at_once(training)
 
 

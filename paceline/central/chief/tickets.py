@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
 from paceline.data.book import Runs
+from paceline.rules import Async
 
 # ── told to servers ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -92,20 +92,19 @@ class OpenTicket:
     def samples(self) -> int:
         return sum(map(len, self.work.runs))
 
+    def staleness(self, step: int) -> int:
+        """How many steps were made since the parameters that it was computed on, when so many have been made."""
+        return max(0, step - self.pulled)
 
-@dataclass(eq=False)
-class OpenStep:
-    """The open step of a sync rule."""
-
-    chapter: int
-    epoch: int
-    size: int  # samples of a part, for spares
-    accept: int  # how many tickets close it
-    exact: bool  # all parts of one batch, and nothing else
-    parts: deque[tuple[int, Runs]]  # not handed out
-    next_part: int
-    tickets: list[OpenTicket] = field(default_factory=list)
-    reported: list[OpenTicket] = field(default_factory=list)  # those of them that have been, in order of arrival
-
-    def of(self, replica: int) -> OpenTicket | None:
-        return next((ticket for ticket in self.tickets if ticket.replica == replica), None)
+    def accepted(self, step: int, of: int, rule: Async | None) -> Accepted:
+        """What it is in a step of so many samples; an async `rule` weighs stale ones."""
+        staleness = self.staleness(step)
+        return Accepted(
+            ticket=self.work.ticket,
+            replica=self.replica,
+            weight=self.samples / of * (rule.weight(staleness) if rule is not None else 1.0),
+            samples=self.samples,
+            staleness=staleness,
+            epoch=self.work.epoch,
+            runs=[(run.start, run.stop) for run in self.work.runs],
+        )
