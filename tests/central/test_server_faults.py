@@ -168,6 +168,6 @@ def test_a_full_disk_is_one_sentence_and_nothing_that_was_told_is_lost(start: St
     assert "Traceback" not in run.err
     told = [int(line) for path in run.folder.glob("told-*") for line in path.read_text().split()]
     for server in range(2):
-        ((container, _),) = recover(run.path / f"server-{server}", lambda addresses, timeout_s: [])
-        assert container.step == max(told) == 3
+        (share,) = recover(run.path / f"server-{server}", lambda addresses, timeout_s: [])
+        assert share.container.step == max(told) == 3
     check_nothing_left(run)

@@ -87,9 +87,9 @@ class Client:
         frozen = [(name, parameter) for name, parameter, group in named if group is None]
         self._buffers = [] if only_tables else list(own_state(model).named_buffers())
         self._checks = [zlib.crc32(bytes_of(parameters[name])) for name in self.shards.names]
-        self._sides = [self._side(number) for number in range(len(servers.addresses))]
-        for number, side in enumerate(self._sides):
-            side.connection.introduce = self._introducer(number)
+        self._views = [self._view(number) for number in range(len(servers.addresses))]
+        for number, view in enumerate(self._views):
+            view.connection.introduce = self._introducer(number)
         self._ended = ended
         self._to_chief.while_waiting = self._tell_who_has_ended
         self.chief = replica == 0
@@ -99,7 +99,7 @@ class Client:
         self._settled_at = 0.0  # when that was
         self._moving = threading.Lock()
         self._pulls = Pulls(
-            self._sides,
+            self._views,
             self.shards,
             parameters,
             container=self.container,
@@ -107,18 +107,19 @@ class Client:
             wire_name=wire_name,
             timeout_s=settings.timeout_s,
         )
-        self.rows = TableRows(self.tables, self._sides, self._pulls, self.container)
+        self.rows = TableRows(self.tables, self._views, self._pulls, self.container)
         others = [tensor for _, tensor in (*self._buffers, *frozen)]
-        self.whole = WholeTensors(self._sides, self.shards, parameters, self.tables, others, self.container)
+        connections = [view.connection for view in self._views]
+        self.whole = WholeTensors(connections, self.shards, self.container, others)
         self._pushes: Pushes | None = None  # there is no place for gradients yet
         try:
             self._open(InitialValues(model, optimizer, parameters, self._buffers, frozen, self.container))
         except BaseException:
-            for side in self._sides:
-                side.connection.close()
+            for view in self._views:
+                view.connection.close()
             raise
         self._pushes = Pushes(
-            self._sides,
+            self._views,
             self.shards,
             parameters,
             push=partial(requests.Push, **self._mine, wire=wire_name),
@@ -129,10 +130,9 @@ class Client:
 
     # ── opening ──────────────────────────────────────────────────────────────────────────────────────────
 
-    def _side(self, number: int) -> ServerView:
-        return ServerView(
-            self._connection(number, f"server {number}", self._servers.first_contact_s), self.shards.layouts[number]
-        )
+    def _view(self, number: int) -> ServerView:
+        connection = self._connection(number, f"server {number}", self._servers.first_contact_s)
+        return ServerView(connection, self.shards.layouts[number])
 
     def _connection(self, number: int, name: str, first_contact_s: float | None = None) -> Connection:
         return Connection(
@@ -146,7 +146,7 @@ class Client:
         )
 
     def _introducer(self, number: int) -> Callable[[], None]:
-        side = self._sides[number]
+        view = self._views[number]
         request = requests.Open(
             **self._mine,
             spec=self.spec,
@@ -158,64 +158,64 @@ class Client:
         )
 
         def introduce() -> None:
-            again = side.opened is not None
-            side.opened = side.connection.call(request, replies.Opened)
+            again = view.opened is not None
+            view.opened = view.connection.call(request, replies.Opened)
             if again:
-                self._moved(side, number)
+                self._moved(view, number)
 
         return introduce
 
     def _open(self, filling: InitialValues) -> None:
-        for side in self._sides:
-            side.connection.call(requests.Containers(), replies.Listed)  # connects, and is introduced
-            assert side.opened is not None
-            if side.opened.arena is not None:
-                side.arena = self._attach(side)
-                side.gradients = side.arena.gradients[self.replica]
+        for view in self._views:
+            view.connection.call(requests.Containers(), replies.Listed)  # connects, and is introduced
+            assert view.opened is not None
+            if view.opened.arena is not None:
+                view.arena = self._attach(view)
+                view.gradients = view.arena.gradients[self.replica]
             else:
-                side.use_own_memory(self._wire)
-        first = self._sides[0].opened
+                view.use_own_memory(self._wire)
+        first = self._views[0].opened
         assert first is not None
-        filled = all(side.opened is not None and side.opened.filled for side in self._sides)
+        filled = all(view.opened is not None and view.opened.filled for view in self._views)
         # Before the first step somebody may still be giving the servers tables, or state.
         if not filled or (first.step == 0 and not first.reopened):
-            self.once(FillTask(), lambda: filling.fill(self._sides, self.tables, self.whole))
+            self.once(FillTask(), lambda: filling.fill(self._views, self.tables, self.whole))
         self.step = first.step
         if first.reopened:
             filling.take_what_is_not_trained(self._to_chief)
-        for number in range(len(self._sides)):
+        for number in range(len(self._views)):
             self.rows.attach(number)
-        self.rows.connect([self._connection(number, f"server {number}") for number in range(len(self._sides))])
+        self.rows.connect([self._connection(number, f"server {number}") for number in range(len(self._views))])
 
-    def _attach(self, side: ServerView) -> ServerArena:
+    def _attach(self, view: ServerView) -> ServerArena:
         while True:
-            opened = side.opened
+            opened = view.opened
             assert opened is not None
             assert opened.arena is not None
             try:
-                return ServerArena(Arena.attach(*opened.arena), side.layout, self._settings.replicas)
+                return ServerArena(Arena.attach(*opened.arena), view.layout, self._settings.replicas)
             except ArenaError:
-                side.connection.call(requests.Containers(), replies.Listed)
-                if side.opened is opened:
+                view.connection.call(requests.Containers(), replies.Listed)
+                if view.opened is opened:
                     raise  # it is there, and was when it said so
 
-    def _moved(self, side: ServerView, number: int) -> None:
+    def _moved(self, view: ServerView, number: int) -> None:
         """The server was started again: its memory is another one. What this replica has in it goes there too."""
-        assert side.opened is not None
-        old = side.arena
-        if old is None or side.opened.arena is None:
+        assert view.opened is not None
+        old = view.arena
+        if old is None or view.opened.arena is None:
             return
         with self._moving:
             try:
-                new = ServerArena(Arena.attach(*side.opened.arena), side.layout, self._settings.replicas)
-                if side.tables:
+                new = ServerArena(Arena.attach(*view.opened.arena), view.layout, self._settings.replicas)
+                if view.tables:
                     self.rows.attach(number)
             except ArenaError as error:
                 raise ConnectionLost("it has died again") from error
-            new.gradients[self.replica].copy_(side.gradients)
+            new.gradients[self.replica].copy_(view.gradients)
             if self._pulls.has_copy:
                 new.pulled[self.replica].copy_(old.pulled[self.replica])
-            side.arena, side.gradients = new, new.gradients[self.replica]
+            view.arena, view.gradients = new, new.gradients[self.replica]
             if self._pushes is not None:
                 self._pushes.moved()
             old.arena.close()
@@ -269,7 +269,7 @@ class Client:
 
     @property
     def _to_chief(self) -> Connection:
-        return self._sides[0].connection
+        return self._views[0].connection
 
     def ask(
         self, *, chapter: int, length: int, batch_size: int, left_out: int, stop_epoch: int, at_once: bool = False
@@ -389,14 +389,14 @@ class Client:
         """The squared length of that step's gradient."""
         options = [plain_options(group) for group in self.optimizer.param_groups]
         request = requests.Apply(container=self.container, close=close, options=options, measure=True)
-        return float(sum(side.connection.call(request, replies.SquaredNorm).squared for side in self._sides))
+        return float(sum(view.connection.call(request, replies.SquaredNorm).squared for view in self._views))
 
     def make(self, close: Close, scale: float) -> None:
         """Have all servers make that step, unless they have."""
         options = [plain_options(group) for group in self.optimizer.param_groups]
         request = requests.Apply(container=self.container, close=close, options=options, scale=scale)
-        for side in self._sides:
-            side.connection.call(request, replies.Done)
+        for view in self._views:
+            view.connection.call(request, replies.Done)
 
     # ── ending ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -407,15 +407,15 @@ class Client:
     def give_up(self) -> None:
         """From any thread: whoever waits for a server fails."""
         self.rows.give_up()
-        for side in self._sides:
-            side.connection.give_up()
+        for view in self._views:
+            view.connection.give_up()
 
     def close(self) -> None:
         self._next = None  # whoever is gone has nothing any more
         self._pushing.close()
         self.rows.close()
-        for side in self._sides:
-            side.close()
+        for view in self._views:
+            view.close()
 
 
 def _table_spec(lookup: Lookup, group: int | None) -> TableSpec:

@@ -39,9 +39,9 @@ class InitialValues:
         self._buffers, self._frozen = buffers, frozen
         self._container = container
 
-    def fill(self, sides: Sequence[ServerView], tables: Sequence[Lookup], whole: WholeTensors) -> None:
+    def fill(self, views: Sequence[ServerView], tables: Sequence[Lookup], whole: WholeTensors) -> None:
         """Give all servers this replica's values."""
-        for number, side in enumerate(sides):
+        for number, view in enumerate(views):
             is_chief = number == 0
             extras = [*self._buffers, *self._frozen] if is_chief else []
             body = [bytes_of(whole.flat(number, self._parameters)), *(bytes_of(tensor) for _, tensor in extras)]
@@ -51,7 +51,7 @@ class InitialValues:
                 frozen=entries_of(self._frozen) if is_chief else [],
                 keys=self._keys() if is_chief else [],
             )
-            side.connection.call(request, replies.Done, body=lambda body=body: body)  # type: ignore[misc]
+            view.connection.call(request, replies.Done, body=lambda body=body: body)  # type: ignore[misc]
         # What the user's optimizer holds from the start, as Adagrad does.
         given = self._optimizer.state
         states = {name: dict(given[own]) for name, own in self._parameters.items() if given.get(own)}

@@ -22,7 +22,6 @@ from paceline.central.jobs import together
 from paceline.central.shards import ShardPart, Shards
 from paceline.central.wire import replies, requests
 from paceline.central.wire.coding import Coding
-from paceline.central.wire.tensor_bytes import bytes_of
 from paceline.errors import Stalled
 from paceline.memory.heap import give_memory_back
 from paceline.net.frames import Channel
@@ -37,7 +36,7 @@ class Pulls:
 
     def __init__(
         self,
-        sides: Sequence[ServerView],
+        views: Sequence[ServerView],
         shards: Shards,
         parameters: Mapping[str, torch.Tensor],
         *,
@@ -46,7 +45,7 @@ class Pulls:
         wire_name: str,
         timeout_s: float,
     ) -> None:
-        self._sides = sides
+        self._views = views
         self._shards = shards
         self._parameters = parameters
         self._container, self._replica = container, replica
@@ -80,17 +79,17 @@ class Pulls:
 
     def pull(self, *, sync: bool, at_least: int) -> None:
         """Have the parameters as they are now. In a sync run nobody writes them while somebody computes."""
-        versions = [0] * len(self._sides)
+        versions = [0] * len(self._views)
 
         def pull_from(number: int) -> None:
-            side = self._sides[number]
-            if side.arena is None:
-                versions[number] = self._pull_over_tcp(side, at_least)
+            view = self._views[number]
+            if view.arena is None:
+                versions[number] = self._pull_over_tcp(view, at_least)
             else:
-                versions[number] = self._pull_shared(side, at_least, copy=not sync)
+                versions[number] = self._pull_shared(view, at_least, copy=not sync)
 
-        apart = [number for number, side in enumerate(self._sides) if side.arena is None]
-        for number in set(range(len(self._sides))) - set(apart):
+        apart = [number for number, view in enumerate(self._views) if view.arena is None]
+        for number in set(range(len(self._views))) - set(apart):
             pull_from(number)
         if apart:
             together([partial(pull_from, number) for number in apart])
@@ -98,18 +97,18 @@ class Pulls:
         self._point(live=live)
         for own, parts in self._cut:
             for part in parts:
-                side = self._sides[part.server]
-                own[part.start : part.stop] = slot_of(self._seen(side, live=live), side.layout, part.slot)
+                view = self._views[part.server]
+                own[part.start : part.stop] = slot_of(self._seen(view, live=live), view.layout, part.slot)
         self.version, self._elsewhere, self.sync = min(versions), False, sync
 
-    def _pull_shared(self, side: ServerView, at_least: int, *, copy: bool) -> int:
+    def _pull_shared(self, view: ServerView, at_least: int, *, copy: bool) -> int:
         """The version that lies in the memory of a server, after it was copied to this replica's place.
 
         If it is not what it should be, the server is asked: when it was started again, its memory is another one.
         """
         give_up = time.monotonic() + self._timeout_s
         while True:
-            arena = side.arena
+            arena = view.arena
             assert arena is not None
             if (version := arena.version) >= at_least:
                 found = arena.copy_parameters(arena.pulled[self._replica]) if copy else version
@@ -117,28 +116,21 @@ class Pulls:
                     return found
             if time.monotonic() > give_up:
                 raise Stalled(
-                    f"replica {self._replica} waited {self._timeout_s:g} s for {side.connection.name} to "
+                    f"replica {self._replica} waited {self._timeout_s:g} s for {view.connection.name} to "
                     f"make step {at_least}"
                 )
-            side.connection.call(requests.Containers(), replies.Listed)
-            if side.arena is arena:
+            view.connection.call(requests.Containers(), replies.Listed)
+            if view.arena is arena:
                 time.sleep(PAUSE_S)
 
-    def _pull_over_tcp(self, side: ServerView, at_least: int) -> int:
-        coding = Coding(side.layout, self._wire)
-        room = torch.empty(0 if coding.exact else coding.most, dtype=torch.uint8)
+    def _pull_over_tcp(self, view: ServerView, at_least: int) -> int:
+        coding = Coding(view.layout, self._wire)
 
         def read(channel: Channel[replies.Reply], _: int) -> None:
-            for chunk in reversed(side.layout.chunks):
-                if coding.exact or chunk.dtype != torch.float32:
-                    channel.read_body(bytes_of(side.parameters[chunk.start : chunk.stop]))
-                else:
-                    coded = room[: coding.bytes_of(chunk)]
-                    channel.read_body(bytes_of(coded))
-                    coding.decode(coded, side.parameters, chunk)
+            coding.read(channel, view.parameters, reversed(view.layout.chunks))
 
         request = requests.Pull(container=self._container, replica=self._replica, at_least=at_least, wire=self._wire)
-        return int(side.connection.wait(request, replies.Pulled, read=read).step)
+        return int(view.connection.wait(request, replies.Pulled, read=read).step)
 
     # ── where the model points ───────────────────────────────────────────────────────────────────────────
 
@@ -155,11 +147,11 @@ class Pulls:
                 parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype)
                 self._cut.append((parameter.data.view(-1), parts))
             else:
-                side = self._sides[server]
-                parameter.data = as_one(self._seen(side, live=live), side.layout, parts, parameter)
+                view = self._views[server]
+                parameter.data = as_one(self._seen(view, live=live), view.layout, parts, parameter)
         give_memory_back()  # what the parameters were before
 
-    def _seen(self, side: ServerView, *, live: bool) -> torch.Tensor:
-        if side.arena is None:
-            return side.parameters
-        return side.arena.parameters if live else side.arena.pulled[self._replica]
+    def _seen(self, view: ServerView, *, live: bool) -> torch.Tensor:
+        if view.arena is None:
+            return view.parameters
+        return view.arena.parameters if live else view.arena.pulled[self._replica]

@@ -25,7 +25,7 @@ class Pushes:
 
     def __init__(
         self,
-        sides: Sequence[ServerView],
+        views: Sequence[ServerView],
         shards: Shards,
         parameters: Mapping[str, nn.Parameter],
         *,
@@ -36,31 +36,31 @@ class Pushes:
     ) -> None:
         """`push` makes the request. `early`: what is sent may be sent while backward runs. `announced`: servers are
         told also of what lies in their own memory."""
-        self._sides = sides
+        self._views = views
         self._shards = shards
         self._parameters = parameters
         self._push = push
         self._replica = replica
         self._announced = announced
         self._landing = Arrival(shards)
-        self._marks = [torch.ones(len(side.layout.slots), dtype=torch.uint8) for side in sides]
+        self._marks = [torch.ones(len(view.layout.slots), dtype=torch.uint8) for view in views]
         self._ticket: int | None = None  # the one that is being computed
         self._early: dict[int, BackgroundJob] = {}  # by server: gradients that are being sent while backward runs
         self.collector = GradientCollector(
             [parameters[name] for name in shards.names],
             [self._destination(name) for name in shards.names],
-            self._landed if early and any(side.arena is None for side in sides) else None,
+            self._landed if early and any(view.arena is None for view in views) else None,
         )
 
     def _destination(self, name: str) -> Destination:
         parts = self._shards.parts[name]
         server = server_of_all(self._shards, parts)
         if server is not None:
-            side = self._sides[server]
-            return Whole(as_one(side.gradients, side.layout, parts, self._parameters[name]))
-        sides = [self._sides[part.server] for part in parts]
+            view = self._views[server]
+            return Whole(as_one(view.gradients, view.layout, parts, self._parameters[name]))
+        views = [self._views[part.server] for part in parts]
         return _Pieces(
-            [(slot_of(side.gradients, side.layout, part.slot), part) for side, part in zip(sides, parts, strict=True)]
+            [(slot_of(view.gradients, view.layout, part.slot), part) for view, part in zip(views, parts, strict=True)]
         )
 
     def moved(self) -> None:
@@ -76,7 +76,7 @@ class Pushes:
     def push(self, ticket: int, used: Sequence[bool], rows: Sequence[Sequence[Rows]]) -> None:
         """Leave what was collected, and the gradients of rows (by server), with all servers."""
         early, self._early = self._early, {}
-        untouched: list[list[int]] = [[] for _ in self._sides]
+        untouched: list[list[int]] = [[] for _ in self._views]
         for name, was_used in zip(self._shards.names, used, strict=True):
             if not was_used:
                 for part in self._shards.parts[name]:
@@ -86,8 +86,8 @@ class Pushes:
             self._marks[number][slots] = 0
         self._landing.finish()
         jobs = [
-            early[number].result if number in early else partial(self._push_to, side, ticket, slots, own)
-            for number, (side, slots, own) in enumerate(zip(self._sides, untouched, rows, strict=True))
+            early[number].result if number in early else partial(self._push_to, view, ticket, slots, own)
+            for number, (view, slots, own) in enumerate(zip(self._views, untouched, rows, strict=True))
         ]
         together(jobs)
 
@@ -97,13 +97,13 @@ class Pushes:
         self._landing.give_up()
         for number, job in self._early.items():
             job.wait()
-            self._sides[number].connection.disconnect()  # half of a gradient has been sent
+            self._views[number].connection.disconnect()  # half of a gradient has been sent
         self._early = {}
 
     def settle(self, *, accepted: bool) -> None:
         """What a lossy wire has lost is owed from now on, if the gradient was used."""
-        for side in self._sides:
-            for feedback in side.feedback.values():
+        for view in self._views:
+            for feedback in view.feedback.values():
                 feedback.commit() if accepted else feedback.rollback()
 
     # ── while backward runs ──────────────────────────────────────────────────────────────────────────────
@@ -112,41 +112,41 @@ class Pushes:
         """A gradient is complete. The first one of a step starts the senders."""
         self._landing.landed(parameter)
         if self._ticket is not None and not self._early:
-            for number, side in enumerate(self._sides):
-                if side.arena is None:
-                    self._early[number] = BackgroundJob(partial(self._push_early, number, side, self._ticket))
+            for number, view in enumerate(self._views):
+                if view.arena is None:
+                    self._early[number] = BackgroundJob(partial(self._push_early, number, view, self._ticket))
 
-    def _push_early(self, number: int, side: ServerView, ticket: int) -> None:
+    def _push_early(self, number: int, view: ServerView, ticket: int) -> None:
         request = self._push(ticket=ticket, marks=True)
-        coding = Coding(side.layout, request.wire)
+        coding = Coding(view.layout, request.wire)
 
         def body() -> Iterator[memoryview]:
-            yield from _coded(side, coding, partial(self._landing.wait, number))
+            yield from _coded(view, coding, partial(self._landing.wait, number))
             self._landing.wait_for_all()
             yield bytes_of(self._marks[number])
 
-        total = coding.bytes + len(side.layout.slots)
-        side.connection.call(request, replies.Done, body=body, body_bytes=total)
+        total = coding.bytes + len(view.layout.slots)
+        view.connection.call(request, replies.Done, body=body, body_bytes=total)
 
     # ── afterwards ───────────────────────────────────────────────────────────────────────────────────────
 
-    def _push_to(self, side: ServerView, ticket: int, untouched: list[int], rows: Sequence[Rows]) -> None:
+    def _push_to(self, view: ServerView, ticket: int, untouched: list[int], rows: Sequence[Rows]) -> None:
         counts = [len(given.ids) for given in rows]
-        request = self._push(ticket=ticket, untouched=untouched, shared=side.arena is not None, rows=counts)
-        tail = [view for given in rows for view in (bytes_of(given.ids), bytes_of(given.values))]
-        tail_bytes = sum(view.nbytes for view in tail)
-        if side.arena is None:
-            coding = Coding(side.layout, request.wire)
-            side.connection.call(
+        request = self._push(ticket=ticket, untouched=untouched, shared=view.arena is not None, rows=counts)
+        tail = [bytes_of(part) for given in rows for part in given.tensors]
+        tail_bytes = sum(part.nbytes for part in tail)
+        if view.arena is None:
+            coding = Coding(view.layout, request.wire)
+            view.connection.call(
                 request,
                 replies.Done,
-                body=lambda: chain(_coded(side, coding), tail),
+                body=lambda: chain(_coded(view, coding), tail),
                 body_bytes=coding.bytes + tail_bytes,
             )
         elif self._announced or rows:
-            side.connection.call(request, replies.Done, body=lambda: tail)
+            view.connection.call(request, replies.Done, body=lambda: tail)
         else:
-            touched = side.arena.touched[self._replica]
+            touched = view.arena.touched[self._replica]
             touched.fill_(1)
             if untouched:
                 touched[untouched] = 0
@@ -155,17 +155,17 @@ class Pushes:
         self.collector.close()
 
 
-def _coded(side: ServerView, coding: Coding, wait: Callable[[int], None] = lambda _: None) -> Iterator[memoryview]:
+def _coded(view: ServerView, coding: Coding, wait: Callable[[int], None] = lambda _: None) -> Iterator[memoryview]:
     """The gradient for a server, chunk after chunk; each as soon as `wait` returns."""
-    room = torch.empty(0 if coding.exact else coding.most, dtype=torch.uint8)
-    for number, chunk in enumerate(side.layout.chunks):
+    room = coding.room()
+    for number, chunk in enumerate(view.layout.chunks):
         wait(number)
-        feedback = side.feedback.get(number)
+        feedback = view.feedback.get(number)
         if feedback is not None:
             coded = room[: coding.bytes_of(chunk)]
-            feedback.encode(side.gradients[chunk.start : chunk.stop].view(torch.float32), coded)
+            feedback.encode(view.gradients[chunk.start : chunk.stop].view(torch.float32), coded)
         else:
-            coded = coding.encode(side.gradients, chunk, room)
+            coded = coding.encode(view.gradients, chunk, room)
         yield bytes_of(coded)
 
 
@@ -177,17 +177,17 @@ class _Pieces:
 
     def put(self, gradient: torch.Tensor) -> None:
         flat = _dense(gradient)
-        for view, part in self._pieces:
-            view.copy_(flat[part.start : part.stop])
+        for place, part in self._pieces:
+            place.copy_(flat[part.start : part.stop])
 
     def add(self, gradient: torch.Tensor) -> None:
         flat = _dense(gradient)
-        for view, part in self._pieces:
-            view.add_(flat[part.start : part.stop])
+        for place, part in self._pieces:
+            place.add_(flat[part.start : part.stop])
 
     def zero(self) -> None:
-        for view, _ in self._pieces:
-            view.zero_()
+        for place, _ in self._pieces:
+            place.zero_()
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,14 +23,12 @@ import msgspec
 import torch
 
 from paceline.central.chief.books import Books
-from paceline.central.shards import ShardPart, Shards
+from paceline.central.client.whole_tensors import WholeTensors
+from paceline.central.shards import Shards
 from paceline.central.wire import replies, requests
 from paceline.central.wire.connection import FIRST_CONTACT_S, Connection
-from paceline.central.wire.tensor_bytes import bytes_of
 from paceline.checkpoint.tensor_file import check_storable, write_tensors
 from paceline.errors import CheckpointError, PacelineError
-from paceline.memory.layout import FlatLayout
-from paceline.net.frames import Channel
 from paceline.net.secure import Keys
 from paceline.rules import Rule
 
@@ -65,7 +63,7 @@ class Summary:
 
 
 class Reader:
-    """A visitor to servers. For one thread at a time."""
+    """Reads from servers. For one thread at a time."""
 
     def __init__(
         self,
@@ -116,8 +114,7 @@ class Reader:
 
     def summary(self) -> Summary:
         """Everything about the container but its values."""
-        sides, described = self._sides()
-        chief = described[0]
+        servers, chief = self._servers()
         shards = Shards(chief.spec)
         shapes = {tensor.name: tensor for tensor in chief.spec.tensors}
         tensors = [
@@ -126,7 +123,7 @@ class Reader:
             )
             for name, parts in sorted(shards.parts.items(), key=lambda item: list(shapes).index(item[0]))
         ]
-        everywhere = tuple(range(len(sides)))
+        everywhere = tuple(range(len(servers)))
         tensors += [
             TensorSummary(table.name, (table.rows, table.width), "float32", True, everywhere)
             for table in chief.spec.tables
@@ -135,7 +132,7 @@ class Reader:
             TensorSummary(name, shape, dtype, False, (0,)) for name, dtype, shape in (*chief.frozen, *chief.buffers)
         ]
         tables = [
-            sum(len(range(server, table.rows, len(sides))) * table.width * 4 for table in chief.spec.tables)
+            sum(len(range(server, table.rows, len(servers))) * table.width * 4 for table in chief.spec.tables)
             for server in everywhere
         ]
         return Summary(
@@ -145,10 +142,10 @@ class Reader:
             rule=chief.rule,
             accepting=chief.accepting,
             replicas=chief.members,
-            addresses=[side.address for side in sides],
+            addresses=[server.address for server in servers],
             bytes_by_server=[layout.bytes + rows for layout, rows in zip(shards.layouts, tables, strict=True)],
             tensors=tensors,
-            books=sides[0].call(requests.ReadBooks(container=self._name), replies.BooksRead).books,
+            books=servers[0].call(requests.ReadBooks(container=self._name), replies.BooksRead).books,
         )
 
     @property
@@ -157,69 +154,47 @@ class Reader:
             raise PacelineError("no container was named: give its name")
         return self.container
 
-    def _sides(self) -> tuple[list[Connection], list[replies.Described]]:
-        """Connections to all servers of the container in its own order, in whatever order they were given."""
-        found: dict[int, tuple[Connection, replies.Described]] = {}
+    def _servers(self) -> tuple[list[Connection], replies.Described]:
+        """Connections to all servers of the container in its own order, and what its chief says of it."""
+        found: dict[int, Connection] = {}
         refusal: PacelineError | None = None
+        known: replies.Described | None = None
         for connection in self._given:
             try:
-                described = connection.call(requests.Describe(container=self._name), replies.Described)
-                found[described.server] = (connection, described)
+                known = self._describe(connection)
+                found[known.server] = connection
             except PacelineError as error:
                 refusal = refusal or error
-        if not found:
+        if known is None:
             assert refusal is not None
             raise refusal
-        _, known = next(iter(found.values()))
         for number, address in enumerate(known.addresses):
             if number not in found:
-                connection = self._connection(address)
-                self._given.append(connection)
-                found[number] = (
-                    connection,
-                    connection.call(requests.Describe(container=self._name), replies.Described),
-                )
-        ordered = [found[number] for number in sorted(found)]
-        return [connection for connection, _ in ordered], [described for _, described in ordered]
+                found[number] = self._connection(address)
+                self._given.append(found[number])
+        return [found[number] for number in sorted(found)], self._describe(found[0])
+
+    def _describe(self, connection: Connection) -> replies.Described:
+        described: replies.Described = connection.call(requests.Describe(container=self._name), replies.Described)
+        return described
 
     # ── values ───────────────────────────────────────────────────────────────────────────────────────────
 
     def parameters(self) -> tuple[int, dict[str, torch.Tensor]]:
         """The step, and the tensors after it under the keys of the model's state_dict."""
-        sides, described = self._sides()
-        chief = described[0]
-        shards = Shards(chief.spec)
-        with self._frozen(sides) as copied:
-            flats = [
-                _flat(side, requests.ReadFrozen(container=self._name, number=copied.number, what="parameters"), layout)
-                for side, layout in zip(sides, shards.layouts, strict=True)
-            ]
-            extras = requests.ReadFrozen(container=self._name, number=copied.number, what="extras")
-            tensors = _named(sides[0], extras)
-            for number, table in enumerate(chief.spec.tables):
-                whole = torch.empty(table.rows, table.width)
-                for server, side in enumerate(sides):
-                    what = requests.ReadFrozen(container=self._name, number=copied.number, what=f"table {number}")
-                    whole[server :: len(sides)] = _named(side, what)[""]
-                tensors[table.name] = whole
-        for tensor in chief.spec.tensors:
-            whole = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
-            for part in shards.parts[tensor.name]:
-                whole.view(-1)[part.start : part.stop] = _slot(flats[part.server], shards.layouts[part.server], part)
-            tensors[tensor.name] = whole
-        if not chief.keys:
-            raise PacelineError(f"container {self._name!r} is empty: no replica has filled it yet")
-        return copied.step, {key: tensors[name] for key, name in chief.keys}
-
-    @contextlib.contextmanager
-    def _frozen(self, sides: Sequence[Connection]) -> Iterator[replies.Copied]:
-        copied: replies.Copied = sides[0].call(requests.Freeze(container=self._name), replies.Copied)
+        servers, chief = self._servers()
+        whole = WholeTensors(servers, Shards(chief.spec), self._name)
+        copy = whole.freeze()
         try:
-            yield copied
+            tensors = {**whole.extras(copy), **whole.parameters(copy)}
+            for number, table in enumerate(chief.spec.tables):
+                tensors[table.name], _ = whole.table(copy, number)
         finally:
             with contextlib.suppress(PacelineError):  # whatever is not let go makes room for later copies
-                for side in sides:
-                    side.call(requests.Thaw(container=self._name, number=copied.number), replies.Done)
+                whole.thaw(copy)
+        if not chief.keys:
+            raise PacelineError(f"container {self._name!r} is empty: no replica has filled it yet")
+        return copy.step, {key: tensors[name] for key, name in chief.keys}
 
     def save(self, path: str | os.PathLike[str]) -> int:
         """Write a consistent version as a safetensors file, all of it or nothing; the step it is of."""
@@ -242,39 +217,11 @@ class Reader:
 
     def copy(self, to: str) -> None:
         """Another container, on the same servers, as this one is after some step."""
-        sides, _ = self._sides()
-        sides[0].call(requests.Copy(container=self._name, to=to), replies.Done)
+        servers, _ = self._servers()
+        servers[0].call(requests.Copy(container=self._name, to=to), replies.Done)
 
     def drop(self, *, force: bool = False) -> None:
         """Forget the container on all its servers; refused while replicas are there, unless forced."""
-        sides, _ = self._sides()
-        for side in sides:  # the chief first: it knows who is there
-            side.call(requests.Drop(container=self._name, force=force), replies.Done)
-
-
-def _flat(side: Connection, request: requests.ReadFrozen, layout: FlatLayout) -> torch.Tensor:
-    flat = torch.empty(layout.bytes, dtype=torch.uint8)
-    side.call(request, replies.Tensors, read=lambda channel, _: channel.read_body(bytes_of(flat)))
-    return flat
-
-
-def _named(side: Connection, request: requests.ReadFrozen) -> dict[str, torch.Tensor]:
-    """Tensors with their names, in the order of the reply's entries."""
-    body = bytearray()
-
-    def read(channel: Channel[replies.Reply], length: int) -> None:
-        body.extend(channel.read_whole_body(length))
-
-    reply: replies.Tensors = side.call(request, replies.Tensors, read=read)
-    found, offset = {}, 0
-    for name, dtype, shape in reply.entries:
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-        bytes_of(tensor)[:] = memoryview(body)[offset : offset + tensor.nbytes]
-        found[name] = tensor
-        offset += tensor.nbytes
-    return found
-
-
-def _slot(flat: torch.Tensor, layout: FlatLayout, part: ShardPart) -> torch.Tensor:
-    slot = layout.slots[part.slot]
-    return flat[slot.offset : slot.offset + slot.bytes].view(slot.dtype)
+        servers, _ = self._servers()
+        for server in servers:  # the chief first: it knows who is there
+            server.call(requests.Drop(container=self._name, force=force), replies.Done)

@@ -21,9 +21,9 @@ from paceline.memory.arena import Arena
 class TableRows:
     """The tables of one replica's model."""
 
-    def __init__(self, tables: Sequence[Lookup], sides: Sequence[ServerView], pulls: Pulls, container: str) -> None:
+    def __init__(self, tables: Sequence[Lookup], views: Sequence[ServerView], pulls: Pulls, container: str) -> None:
         self._tables = tables
-        self._sides = sides
+        self._views = views
         self._pulls = pulls
         self._container = container
         self._is_computing = False
@@ -32,20 +32,20 @@ class TableRows:
 
     def attach(self, number: int) -> None:
         """See a server's rows in its own memory, if that can be shared."""
-        side = self._sides[number]
-        assert side.opened is not None
-        side.tables = [
-            table_view(Arena.attach(*held), len(range(number, lookup.rows, len(self._sides))), lookup.width)
-            for lookup, held in zip(self._tables, side.opened.tables, strict=False)
+        view = self._views[number]
+        assert view.opened is not None
+        view.tables = [
+            table_view(Arena.attach(*held), len(range(number, lookup.rows, len(self._views))), lookup.width)
+            for lookup, held in zip(self._tables, view.opened.tables, strict=False)
         ]
 
     def connect(self, connections: Sequence[Connection]) -> None:
         """From now on the values are on the servers."""
         for lookup in self._tables:
             lookup.connect(self._find)
-        if self._tables and not any(side.tables for side in self._sides):
+        if self._tables and not any(view.tables for view in self._views):
             self._connections = connections
-            self.ahead = RowsAhead(self._tables, len(self._sides), self._pull_ahead)
+            self.ahead = RowsAhead(self._tables, len(self._views), self._pull_ahead)
 
     # ── a step ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -73,10 +73,10 @@ class TableRows:
 
     def take_gradients(self) -> list[list[Rows]]:
         """The gradients of this step's rows, by server and table."""
-        found: list[list[Rows]] = [[] for _ in self._sides]
+        found: list[list[Rows]] = [[] for _ in self._views]
         for lookup in self._tables:
             rows = lookup.take_gradient()
-            dealt = Dealt.out(rows.ids, len(self._sides))
+            dealt = Dealt.out(rows.ids, len(self._views))
             for own, ids, places in zip(found, dealt.ids, dealt.places, strict=True):
                 own.append(Rows(ids, rows.values[places]))
         return found
@@ -100,16 +100,16 @@ class TableRows:
 
     def _fetch(self, table: int, rows: torch.Tensor) -> torch.Tensor:
         """The values of some rows: from the servers' memory, or over TCP."""
-        if len(self._sides) == 1 and self._sides[0].tables:
-            return self._sides[0].tables[table].index_select(0, rows)
-        dealt = Dealt.out(rows, len(self._sides))
+        if len(self._views) == 1 and self._views[0].tables:
+            return self._views[0].tables[table].index_select(0, rows)
+        dealt = Dealt.out(rows, len(self._views))
         values = torch.empty(len(rows), self._tables[table].width)
-        for side, ids, places in zip(self._sides, dealt.ids, dealt.places, strict=True):
-            if side.tables:
-                values.index_copy_(0, places, side.tables[table].index_select(0, ids))
+        for view, ids, places in zip(self._views, dealt.ids, dealt.places, strict=True):
+            if view.tables:
+                values.index_copy_(0, places, view.tables[table].index_select(0, ids))
             elif len(ids):
                 received = torch.empty(len(ids), self._tables[table].width)
-                self._pull(side.connection, table, ids, received, max(0, self._pulls.version))
+                self._pull(view.connection, table, ids, received, max(0, self._pulls.version))
                 values[places] = received
         return values
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from paceline.central.chief.books import Books
-from paceline.central.client.server_view import ServerView, into, slot_of
-from paceline.central.shards import Shards
-from paceline.central.tables.embedding import Lookup
+from paceline.central.client.server_view import into, slot_of
+from paceline.central.shards import DTYPES, Shards
 from paceline.central.wire import replies, requests
 from paceline.central.wire.connection import Connection
+from paceline.central.wire.replies import Copied
 from paceline.central.wire.tensor_bytes import bytes_of, named_tensors, type_name
 from paceline.net.frames import Channel
 
@@ -22,78 +22,79 @@ State = dict[str, Any]  # of one parameter
 
 
 class WholeTensors:
-    """What one replica reads from the servers, and gives to them."""
+    """A container, as one who is connected to all its servers reads it, and gives it values."""
 
     def __init__(
         self,
-        sides: Sequence[ServerView],
+        servers: Sequence[Connection],
         shards: Shards,
-        parameters: Mapping[str, torch.Tensor],
-        tables: Sequence[Lookup],
-        others: Sequence[torch.Tensor],
         container: str,
+        others: Sequence[torch.Tensor] = (),
     ) -> None:
-        """`others`: the model's buffers, and the parameters that are not trained."""
-        self._sides = sides
+        """`others`: what is given to the chief too, the model's buffers and the parameters that are not trained."""
+        self._servers = servers
         self._shards = shards
-        self._parameters = parameters
-        self._tables = tables
-        self._others = others
+        self._tables = shards.spec.tables
         self._container = container
+        self._others = others
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────
 
-    def freeze(self) -> int:
-        """Have all servers keep a copy of everything after one and the same step; its number."""
-        return int(self._sides[0].connection.call(requests.Freeze(container=self._container), replies.Copied).number)
+    def freeze(self) -> Copied:
+        """Have all servers keep a copy of everything after one and the same step."""
+        copied: Copied = self._servers[0].call(requests.Freeze(container=self._container), Copied)
+        return copied
 
-    def thaw(self, copy: int) -> None:
-        for side in self._sides:
-            side.connection.call(requests.Thaw(container=self._container, number=copy), replies.Done)
+    def thaw(self, copy: Copied) -> None:
+        """The copy has been read."""
+        for server in self._servers:
+            server.call(requests.Thaw(container=self._container, number=copy.number), replies.Done)
 
-    def parameters(self, copy: int) -> dict[str, torch.Tensor]:
+    def parameters(self, copy: Copied) -> dict[str, torch.Tensor]:
         """By name, of a frozen copy."""
-        return self._read(requests.ReadFrozen(container=self._container, number=copy, what="parameters"))[0]
+        return self._read(self._of(copy, "parameters"))[0]
 
-    def books(self, copy: int) -> Books:
+    def extras(self, copy: Copied) -> dict[str, torch.Tensor]:
+        """The model's buffers and the parameters that are not trained, by name, of a frozen copy."""
+        return _entries(self._servers[0], self._of(copy, "extras"))
+
+    def books(self, copy: Copied) -> Books:
         """The chief's, of a frozen copy."""
-        request = requests.ReadBooks(container=self._container, number=copy)
-        read: replies.BooksRead = self._sides[0].connection.call(request, replies.BooksRead)
+        request = requests.ReadBooks(container=self._container, number=copy.number)
+        read: replies.BooksRead = self._servers[0].call(request, replies.BooksRead)
         return read.books
 
-    def state(self, copy: int) -> dict[str, State]:
+    def state(self, copy: Copied) -> dict[str, State]:
         """The optimizer's, by parameter name, of a frozen copy."""
-        by_slot = [self._state_of(side, copy) for side in self._sides]
+        by_slot = [self._state_of(server, copy) for server in self._servers]
         found: dict[str, State] = {}
-        for name, parameter in self._parameters.items():
+        for name, shape in self._shards.shapes.items():
             for part in self._shards.parts[name]:
                 for key, value in by_slot[part.server].get(part.slot, {}).items():
                     state = found.setdefault(name, {})
                     if self._shards.whole or not isinstance(value, torch.Tensor) or value.dim() == 0:
                         state[key] = value  # one for the whole tensor
                     else:
-                        whole = state.setdefault(key, torch.empty(parameter.shape, dtype=value.dtype))
+                        whole = state.setdefault(key, torch.empty(shape, dtype=value.dtype))
                         whole.view(-1)[part.start : part.stop] = value
         return found
 
-    def _state_of(self, side: ServerView, copy: int) -> dict[int, State]:
+    def _state_of(self, server: Connection, copy: Copied) -> dict[int, State]:
         states: dict[int, State] = {}
-        request = requests.ReadFrozen(container=self._container, number=copy, what="state")
-        for flat_name, value in _entries(side, request).items():
+        for flat_name, value in _entries(server, self._of(copy, "state")).items():
             slot, _, key = flat_name.partition("/")
             states.setdefault(int(slot), {})[key] = value
         return states
 
-    def table(self, copy: int, table: int) -> tuple[torch.Tensor, State]:
+    def table(self, copy: Copied, table: int) -> tuple[torch.Tensor, State]:
         """A table and its optimizer state, of a frozen copy."""
-        lookup = self._tables[table]
+        spec = self._tables[table]
         found: State = {}
-        for number, side in enumerate(self._sides):
-            request = requests.ReadFrozen(container=self._container, number=copy, what=f"table {table}")
-            for key, value in _entries(side, request).items():
+        for number, server in enumerate(self._servers):
+            for key, value in _entries(server, self._of(copy, "table", table)).items():
                 if isinstance(value, torch.Tensor):
-                    whole = found.setdefault(key, torch.empty(lookup.rows, lookup.width))
-                    whole[number :: len(self._sides)] = value
+                    whole = found.setdefault(key, torch.empty(spec.rows, spec.width))
+                    whole[number :: len(self._servers)] = value
                 else:
                     found[key] = value
         weight = found.pop("")
@@ -104,7 +105,7 @@ class WholeTensors:
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The summed gradients of the last step, of those parameters that have one (while recording)."""
-        gradients, told = self._read(requests.ReadFrozen(container=self._container, number=0, what="sums"))
+        gradients, told = self._read(requests.ReadFrozen(container=self._container, what="sums"))
         touched = [{int(slot) for slot, _, _ in reply.entries} for reply in told]
         return {
             name: gradient
@@ -114,34 +115,37 @@ class WholeTensors:
 
     def table_gradient(self, table: int) -> torch.Tensor:
         """The summed gradient of the last step, as a whole table."""
-        lookup = self._tables[table]
-        whole = torch.zeros(lookup.rows, lookup.width)
-        for number, side in enumerate(self._sides):
-            found = _entries(side, requests.ReadFrozen(container=self._container, number=0, what=f"rows {table}"))
-            whole[found["ids"] * len(self._sides) + number] = found["values"]
+        spec, servers = self._tables[table], len(self._servers)
+        whole = torch.zeros(spec.rows, spec.width)
+        for number, server in enumerate(self._servers):
+            found = _entries(server, requests.ReadFrozen(container=self._container, what="rows", table=table))
+            whole[found["ids"] * servers + number] = found["values"]
         return whole
+
+    def _of(self, copy: Copied, what: requests.What, table: int = 0) -> requests.ReadFrozen:
+        return requests.ReadFrozen(container=self._container, number=copy.number, what=what, table=table)
 
     def _read(self, request: requests.ReadFrozen) -> tuple[dict[str, torch.Tensor], list[replies.Tensors]]:
         flats: list[torch.Tensor] = []
         told: list[replies.Tensors] = []
-        for side in self._sides:
-            flat = torch.empty(side.layout.bytes, dtype=torch.uint8)
-            told.append(side.connection.call(request, replies.Tensors, read=into(flat)))
+        for server, layout in zip(self._servers, self._shards.layouts, strict=True):
+            flat = torch.empty(layout.bytes, dtype=torch.uint8)
+            told.append(server.call(request, replies.Tensors, read=into(flat)))
             flats.append(flat)
         found = {}
-        for name, parameter in self._parameters.items():
-            whole = torch.empty(parameter.shape, dtype=parameter.dtype)
-            for part in self._shards.parts[name]:
-                values = slot_of(flats[part.server], self._sides[part.server].layout, part.slot)
+        for tensor in self._shards.spec.tensors:
+            whole = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
+            for part in self._shards.parts[tensor.name]:
+                values = slot_of(flats[part.server], self._shards.layouts[part.server], part.slot)
                 whole.view(-1)[part.start : part.stop] = values
-            found[name] = whole
+            found[tensor.name] = whole
         return found, told
 
     # ── giving ───────────────────────────────────────────────────────────────────────────────────────────
 
     def flat(self, number: int, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """A server's flat buffer with these values."""
-        layout = self._sides[number].layout
+        layout = self._shards.layouts[number]
         flat = torch.zeros(layout.bytes, dtype=torch.uint8)
         for name in self._shards.names:
             values = parameters[name].detach().reshape(-1)
@@ -154,19 +158,20 @@ class WholeTensors:
         self, parameters: Mapping[str, torch.Tensor], states: Mapping[str, State], books: Books | None = None
     ) -> None:
         """Give all servers these values, and the chief its books; without any, of the beginning."""
-        for number, side in enumerate(self._sides):
+        for number, server in enumerate(self._servers):
             entries: list[tuple[int, str, str, tuple[int, ...]]] = []
             numbers: list[tuple[int, str, float]] = []
             born: list[int] = []
             body = [bytes_of(self.flat(number, parameters))]
-            for name, parameter in self._parameters.items():
+            for name in self._shards.names:
+                elements = parameters[name].numel()
                 for part in (part for part in self._shards.parts[name] if part.server == number):
                     for key, value in states.get(name, {}).items():
                         if not isinstance(value, torch.Tensor):
                             numbers.append((part.slot, key, float(value)))
                             continue
                         own = value.detach()
-                        if (own.shape == parameter.shape and own.numel() > 1) or own.numel() == parameter.numel() > 1:
+                        if own.numel() == elements > 1:
                             own = own.reshape(-1)[part.start : part.stop]
                         own = own.contiguous()
                         entries.append((part.slot, key, type_name(own), tuple(own.shape)))
@@ -184,7 +189,7 @@ class WholeTensors:
             )
             if request.buffers:
                 body += [bytes_of(tensor) for tensor in self._others]
-            side.connection.call(request, replies.Done, body=lambda body=body: body)  # type: ignore[misc]
+            server.call(request, replies.Done, body=lambda body=body: body)  # type: ignore[misc]
 
     def give_table(self, table: int, weight: torch.Tensor, state: State) -> None:
         """A whole table and its optimizer state, as `table` has them."""
@@ -195,27 +200,22 @@ class WholeTensors:
 
     def put_rows(self, table: int, key: str, values: torch.Tensor, steps: int | None = None) -> None:
         """Give the servers a value for every row: of the weight (no key), or of the optimizer's state."""
-        for number, side in enumerate(self._sides):
-            own = values[number :: len(self._sides)]
+        for number, server in enumerate(self._servers):
+            own = values[number :: len(self._servers)]
             for start in range(0, len(own), ROWS_AT_ONCE):
                 part = own[start : start + ROWS_AT_ONCE].contiguous()
                 request = requests.PutRows(
                     container=self._container, table=table, start=start, rows=len(part), key=key, steps=steps
                 )
-                side.connection.call(request, replies.Done, body=lambda part=part: [bytes_of(part)])  # type: ignore[misc]
+                server.call(request, replies.Done, body=lambda part=part: [bytes_of(part)])  # type: ignore[misc]
 
 
-def read_bytes(connection: Connection, request: requests.Request) -> tuple[replies.Tensors, bytearray]:
-    """A reply, and its body as it is."""
+def _entries(server: Connection, request: requests.ReadFrozen) -> dict[str, Any]:
+    """Named tensors and numbers of a copy."""
     body = bytearray()
 
     def read(channel: Channel[replies.Reply], length: int) -> None:
         body[:] = channel.read_whole_body(length)
 
-    return connection.call(request, replies.Tensors, read=read), body
-
-
-def _entries(side: ServerView, request: requests.ReadFrozen) -> dict[str, Any]:
-    """Named tensors and numbers of a copy."""
-    reply, body = read_bytes(side.connection, request)
+    reply: replies.Tensors = server.call(request, replies.Tensors, read=read)
     return {**named_tensors(reply.entries, body), **dict(reply.numbers)}

@@ -6,7 +6,7 @@ import math
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -128,8 +128,7 @@ class Session:
                 server.training(request.container).set_rule(request.rule)
             case requests.ReadBuffers():
                 state = server.training(request.container).state
-                tensors = state.frozen if request.frozen else state.buffers.tensors
-                return Answer(replies.Tensors(entries=entries_of(tensors)), [bytes_of(tensor) for _, tensor in tensors])
+                return _named(state.frozen if request.frozen else state.buffers.tensors)
             case requests.Describe():
                 return Answer(server.description(request.container))
             case requests.Freeze():
@@ -213,14 +212,7 @@ class Session:
         if not request.shared:
             flat = container.arena.gradients[request.replica]
             coding = Coding(container.layout, request.wire)
-            room = torch.empty(0 if coding.exact else coding.most, dtype=torch.uint8)
-            for chunk in container.layout.chunks:
-                if coding.exact or chunk.dtype != torch.float32:
-                    self._channel.read_body(bytes_of(flat[chunk.start : chunk.stop]))
-                else:
-                    coded = room[: coding.bytes_of(chunk)]
-                    self._channel.read_body(bytes_of(coded))
-                    coding.decode(coded, flat, chunk)
+            coding.read(self._channel, flat, container.layout.chunks)
         untouched = request.untouched
         if request.marks:
             marks = self._read_tensor("uint8", (len(container.layout.slots),))
@@ -270,7 +262,7 @@ class Session:
             return Answer(waiting)
         step, flat = container.pull(request.replica)
         coding = Coding(container.layout, request.wire)
-        room = torch.empty(0 if coding.exact else coding.most, dtype=torch.uint8)
+        room = coding.room()
         # From the last chunk to the first: the front layers lie at the end, and are what a forward needs first.
         parts = (bytes_of(coding.encode(flat, chunk, room)) for chunk in reversed(container.layout.chunks))
         return Answer(replies.Pulled(step=step), parts, coding.bytes)
@@ -327,39 +319,20 @@ class Session:
         if request.what == "sums":
             sums, touched = container.sums()
             return Answer(replies.Tensors(entries=[(str(slot), "", ()) for slot in touched]), [bytes_of(sums)])
-        if request.what.startswith("rows "):
-            number = request.what.removeprefix("rows ")
-            last = _one_of(container.tables, int(number) if number.isdigit() else -1).last
-            held = {"ids": last.ids, "values": last.values}
-            entries = [(key, type_name(value), tuple(value.shape)) for key, value in held.items()]
-            return Answer(replies.Tensors(entries=entries), [bytes_of(value) for value in held.values()])
+        if request.what == "rows":
+            last = _one_of(container.tables, request.table).last
+            return _named([("ids", last.ids), ("values", last.values)])
         frozen = container.frozen(request.number)
-        if request.what == "extras":
-            return Answer(
-                replies.Tensors(entries=entries_of(frozen.extras)), [bytes_of(tensor) for _, tensor in frozen.extras]
-            )
-        if request.what.startswith("table "):
-            number = request.what.removeprefix("table ")
-            copy = _one_of(frozen.tables, int(number) if number.isdigit() else -1)
-            held = {"": copy.weight, **copy.state}
-            entries = [(key, type_name(value), tuple(value.shape)) for key, value in held.items()]
-            numbers = [("steps", float(copy.steps))]
-            return Answer(
-                replies.Tensors(entries=entries, numbers=numbers), [bytes_of(value) for value in held.values()]
-            )
         if request.what == "parameters":
             return Answer(replies.Tensors(entries=[]), [bytes_of(frozen.parameters)])
-        if request.what != "state":
-            raise PacelineError(f"a copy has parameters, state and extras, and not {request.what[:40]!r}")
-        entries, numbers, body = [], [], []
-        for slot, state in frozen.state.items():
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    entries.append((f"{slot}/{key}", type_name(value), tuple(value.shape)))
-                    body.append(bytes_of(value))
-                else:
-                    numbers.append((f"{slot}/{key}", float(value)))
-        return Answer(replies.Tensors(entries=entries, numbers=numbers), body)
+        if request.what == "extras":
+            return _named(frozen.extras)
+        if request.what == "table":
+            copy = _one_of(frozen.tables, request.table)
+            return _named([("", copy.weight), *copy.state.items()], [("steps", float(copy.steps))])
+        state = [(f"{slot}/{key}", value) for slot, held in frozen.state.items() for key, value in held.items()]
+        tensors = [(name, value) for name, value in state if isinstance(value, torch.Tensor)]
+        return _named(tensors, [(name, float(value)) for name, value in state if not isinstance(value, torch.Tensor)])
 
     def _restore(self, request: requests.Restore) -> None:
         container, books = self._server.container(request.container), request.books
@@ -391,6 +364,12 @@ def _await_step(container: Container, at_least: int) -> replies.Waiting | None:
             return replies.Waiting(why=f"server {container.server} to make step {at_least - 1}")
         time.sleep(PAUSE_S)
     return None
+
+
+def _named(tensors: Sequence[tuple[str, torch.Tensor]], numbers: list[tuple[str, float]] | None = None) -> Answer:
+    """Tensors and numbers with their names."""
+    reply = replies.Tensors(entries=entries_of(tensors), numbers=numbers or [])
+    return Answer(reply, [bytes_of(tensor) for _, tensor in tensors])
 
 
 def _one_of(things: list[Thing], number: int) -> Thing:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
+from paceline.central.wire.tensor_bytes import bytes_of
 from paceline.exchange.wire import wire
 from paceline.memory.layout import Chunk, FlatLayout
+from paceline.net.frames import Channel, Header
 
 
 class Coding:
@@ -28,10 +32,10 @@ class Coding:
     def bytes(self) -> int:
         return sum(map(self.bytes_of, self._layout.chunks))
 
-    @property
-    def most(self) -> int:
-        """The bytes of the largest chunk."""
-        return max(map(self.bytes_of, self._layout.chunks), default=0)
+    def room(self) -> torch.Tensor:
+        """Memory for any one coded chunk."""
+        most = 0 if self.exact else max(map(self.bytes_of, self._layout.chunks), default=0)
+        return torch.empty(most, dtype=torch.uint8)
 
     def encode(self, flat: torch.Tensor, chunk: Chunk, room: torch.Tensor) -> torch.Tensor:
         """The chunk's bytes: in place, or coded into `room`."""
@@ -42,5 +46,14 @@ class Coding:
         self._wire.encode(source.view(torch.float32), coded)
         return coded
 
-    def decode(self, coded: torch.Tensor, flat: torch.Tensor, chunk: Chunk) -> None:
-        self._wire.decode(coded, flat[chunk.start : chunk.stop].view(torch.float32))
+    def read(self, channel: Channel[Header], flat: torch.Tensor, chunks: Iterable[Chunk]) -> None:
+        """Read a frame's body, which has these chunks one after another, into a flat buffer."""
+        room = self.room()
+        for chunk in chunks:
+            target = flat[chunk.start : chunk.stop]
+            if self.exact or chunk.dtype != torch.float32:
+                channel.read_body(bytes_of(target))
+            else:
+                coded = room[: self.bytes_of(chunk)]
+                channel.read_body(bytes_of(coded))
+                self._wire.decode(coded, target.view(torch.float32))

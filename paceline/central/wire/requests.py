@@ -9,6 +9,8 @@ decoder of a type while another already decodes with it (it sees a half-made des
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from paceline.central.chief.books import Books
@@ -196,12 +198,17 @@ class Freeze(_Request, frozen=True, kw_only=True):
     number: int = 0  # of the copy; the chief chooses it
 
 
+What = Literal["parameters", "state", "extras", "table", "sums", "rows"]
+
+
 class ReadFrozen(_Request, frozen=True, kw_only=True):
-    """Read from such a copy: parameters, or optimizer state."""
+    """Read from such a copy. The last two are of the last step, and of no copy: the gradients of parameters, while
+    recording, and of a table's rows."""
 
     container: str
-    number: int
-    what: str  # parameters | state | extras | table N; of the last step (number 0): sums | rows N
+    what: What
+    number: int = 0
+    table: int = 0
 
 
 class Thaw(_Request, frozen=True, kw_only=True):
