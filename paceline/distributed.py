@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.errors import ReplicaDied, StrategyError
+from paceline.errors import LaunchError, ReplicaDied, StrategyError
 from paceline.exchange.board import Board, HostWord, Kind, Members, Phase, Word
 from paceline.exchange.links import Links
 from paceline.exchange.together import Together
@@ -51,6 +51,8 @@ def distribute(model: Model, optimizer: SomeOptimizer) -> tuple[Model, SomeOptim
     exchange, for gradient accumulation.
     """
     where = find_place()
+    if where.recording is not None:
+        raise LaunchError("paceline verify compares the steps of a pl.Trainer, and this script uses pl.distribute")
     if where.servers is not None:
         raise StrategyError(
             "servers", len(where.servers.addresses), "pl.distribute has mirrored replicas only; use pl.Trainer"

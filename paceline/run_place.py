@@ -60,6 +60,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     hosts: int = 1
     board: int | None = None  # descriptor of the host's board; None: agree on one through the rendezvous
     rendezvous: str | None = None  # address:port of the store that joins the hosts
+    master: str | None = None  # address:port for a process group that the script itself makes, as torchrun gives it
     run_folder: str | None = None
     restarted: bool = False  # a new process in the place of one that died
     save_on_stop: str | None = None

@@ -119,11 +119,22 @@ class Plan:
             host=self.host,
             hosts=self.hosts,
             rendezvous=self.rendezvous,
+            master=self._master(),
             run_folder=str(run_folder.resolve()),
             save_on_stop=self.save_on_stop,
             strategy=self.strategy,
             servers=servers,
         )
+
+    def _master(self) -> str:
+        """Where a process group of the script's own may meet: at the given address, but for the port where ours do."""
+        if self.rendezvous is None:
+            return f"127.0.0.1:{free_port()}"
+        address, _, port = self.rendezvous.rpartition(":")
+        if self.hosts == 1:
+            ours = self.strategy.exchange == "collective" or not shared_words_work()
+            return f"{address}:{free_port()}" if ours else self.rendezvous
+        return f"{address}:{int(port) + (1 if int(port) < 65535 else -1)}"  # all hosts have to know it
 
 
 # ── what was typed ───────────────────────────────────────────────────────────────────────────────────────────

@@ -66,6 +66,8 @@ def execute(options: argparse.Namespace) -> int:
         for folder in (alone, distributed, run_folder):
             folder.mkdir()
         _run_alone(plan, Recording(str(alone), options.steps))
+        if not any(alone.iterdir()):
+            raise LaunchError(f"{plan.script} made no step with a pl.Trainer, whose numbers paceline verify compares")
         _run_distributed(plan, Recording(str(distributed), options.steps), run_folder)
         from paceline.verify.compare import compare
 
@@ -98,6 +100,9 @@ def _run_alone(plan: Plan, recording: Recording) -> None:
         check=False,
     )
     if outcome.returncode:
+        kind, _, sentence = outcome.stderr.rstrip().rpartition("\n")[2].partition(": ")
+        if kind.startswith("paceline.errors."):  # an error of ours says everything by itself
+            raise LaunchError(sentence)
         sys.stderr.write(outcome.stderr)
         raise LaunchError(f"{plan.script} ended with exit code {outcome.returncode} in one process: mend that first")
 

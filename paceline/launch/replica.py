@@ -64,6 +64,7 @@ class ReplicaProcess:
             PARENT_VARIABLE: str(os.getpid()),
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
+            **_as_torchrun(place),
         }
         self.row = place.row
         self.rank = place.rank
@@ -147,6 +148,14 @@ class ReplicaProcess:
             stream.close()
         self._log.close()
         return code
+
+
+def _as_torchrun(place: Place) -> dict[str, str]:
+    """The variables by which torchrun tells a process its place, for what scripts and torch itself make of them."""
+    address, _, port = (place.master or "127.0.0.1:29500").rpartition(":")
+    counts = {"RANK": place.rank, "WORLD_SIZE": place.world, "LOCAL_RANK": place.row, "LOCAL_WORLD_SIZE": place.rows}
+    words = {name: str(count) for name, count in counts.items()}
+    return {**words, "MASTER_ADDR": address.strip("[]"), "MASTER_PORT": port}
 
 
 class Guard:

@@ -140,8 +140,19 @@ class Supervisor:
             restarts=self._restarts,
             loss=self._progress.loss,
         )
+        if self._job.shown and outcome.exit_code == 0:
+            self._look_for_strangers()
         self._event("ended", **msgspec.to_builtins(outcome))
         return outcome
+
+    def _look_for_strangers(self) -> None:
+        """Processes that never came to the board were no replicas of one another, and their user should know."""
+        rows = self._job.place.rows
+        if rows > 1 and not any(self._board.get(row, Word.PID) for row in range(rows)):
+            self._say(
+                f"the script never used Paceline: it ran {rows} times, each process for itself, or "
+                "joined by its own means; pl.Trainer or pl.distribute makes them replicas of one training"
+            )
 
     def _final_exit_code(self) -> int:
         if self._exit_code is not None:

@@ -1,0 +1,58 @@
+"""What a script finds around it under `paceline run`: torchrun's variables, a terminal, its own name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+OWN_GROUP = """
+import json, os, torch
+import torch.distributed as dist
+
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+dist.init_process_group("gloo")
+total = torch.tensor([float(dist.get_rank() + 1)])
+dist.all_reduce(total)
+print(json.dumps({"sum": total.item(), "place": [os.environ[name] for name in names]}))
+dist.destroy_process_group()
+"""
+
+
+def test_a_script_that_makes_a_process_group_of_its_own_finds_what_torchrun_would_tell(
+    start: Callable[..., Any],
+) -> None:
+    run = start(OWN_GROUP, "--replicas 2").fine()
+    assert [run.told("sum", replica) for replica in range(2)] == [3.0, 3.0]
+    assert [run.told("place", replica) for replica in range(2)] == [["0", "2", "0", "2"], ["1", "2", "1", "2"]]
+    assert "paceline: the script never used Paceline: it ran 2 times, each process for itself" in run.err
+
+
+def test_one_process_that_never_uses_paceline_is_not_spoken_to(start: Callable[..., Any]) -> None:
+    assert start("print(1)").fine().err == ""
+
+
+@pytest.mark.parametrize(
+    ("script", "sentence"),
+    [
+        (
+            "import paceline as pl, torch\nmodel = torch.nn.Linear(1, 1)\n"
+            "pl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))\nimport time; time.sleep(60)",
+            "paceline: paceline verify compares the steps of a pl.Trainer, and this script uses pl.distribute\n",
+        ),
+        (
+            "print('trains nothing')",
+            "paceline: train.py made no step with a pl.Trainer, whose numbers paceline verify compares\n",
+        ),
+    ],
+    ids=["distribute", "nothing"],
+)
+def test_verify_says_at_once_that_it_needs_a_trainer(script: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(script)
+    command = [sys.executable, "-m", "paceline", "verify", "train.py", "--replicas", "2"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=45, check=False)
+    assert (done.returncode, done.stderr) == (2, sentence)
