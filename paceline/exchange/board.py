@@ -55,6 +55,7 @@ class HostWord(enum.IntEnum):
     BUFFERS_OF = 8  # first member: the op in which all take over its buffers
     CORES = 9  # of the host, for its replicas; 0: unknown
     DEVICES = 10  # that one replica is cut over; 0, 1: it is not
+    RESUMED_AT = 11  # steps that an earlier run had made when this one made its first
     FIRST_REPLICA = 7  # number of this host's replica 0 among all hosts'
 
 
@@ -233,6 +234,12 @@ class Board:
                 self.set(rank, word, 0)
         self.enter(rank, Phase.STARTING)
 
+    def begin_step(self, rank: int, step: int) -> None:
+        """`rank` works on this step of the run; what was made before the first of anybody, an earlier run has made."""
+        if not any(self.get(other, Word.STEP) for other in range(self.replicas)):
+            self.host_set(HostWord.RESUMED_AT, step)
+        self.set(rank, Word.STEP, step)
+
     def next_op(self, rank: int) -> int:
         """Number of the op that `rank` begins now. All run the same script, so all count alike."""
         self.set(rank, Word.OP, self.get(rank, Word.OP) + 1)
@@ -391,7 +398,7 @@ class Board:
         if theirs >> EPOCH_BITS == members.op and theirs != mine:
             does, other_does = (Kind(kind & (1 << EPOCH_BITS) - 1).words for kind in (mine, theirs))
             raise Stalled(
-                f"replica {members.replica} {does} while replica {other} {other_does}: "
+                f"{self.called(members.replica)} {does} while {self.called(other)} {other_does}: "
                 "every replica must make the same trainer calls in the same order"
             )
 

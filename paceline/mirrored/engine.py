@@ -127,7 +127,7 @@ class MirroredEngine(LockstepEngine):
     def step(self, batches: Sequence[Batch]) -> Closed:
         (batch,) = batches
         board, me, number = self._board, self._row, batch.work.step
-        board.set(me, Word.STEP, number)
+        board.begin_step(me, number)
         began = time.monotonic_ns()
         members, computed_at = self._together.attempt(partial(self._try, batch, number))
         # From here on the step is decided: it will be completed by whoever is left.

@@ -28,6 +28,8 @@ MOST_ROWS = 16  # beyond, the table says how the replicas are spread
 WINDOW_S = 5.0  # speeds are means over this time
 PLAIN_EVERY_S = 5.0
 DRAW_EVERY_S = 0.25
+DOING = 20  # letters of what a replica does
+PROMPTS = (b"(Pdb) ", b"ipdb> ", b">>> ", b"... ")  # of a debugger that waits for its user
 
 
 # ── what there is to show ────────────────────────────────────────────────────────────────────────────────────
@@ -37,7 +39,7 @@ DRAW_EVERY_S = 0.25
 class ReplicaTimes:
     """One replica's latest step."""
 
-    replica: int
+    name: str  # its number; of a device of a cut replica, both numbers: 0/1
     phase: Phase
     compute_ms: float
     wait_ms: float
@@ -55,6 +57,7 @@ class Progress:
 
     step: int = 0
     total_steps: int = 0  # 0: unknown
+    resumed_at: int = 0  # steps that an earlier run has made
     loss: float | None = None
     samples_per_s: float = 0.0
     left_s: float | None = None
@@ -80,20 +83,21 @@ class Meter:
 
     def __init__(self) -> None:
         self._recent: collections.deque[tuple[float, int, int]] = collections.deque()
-        self._before_first: tuple[float, int] | None = None  # time and samples just before training began
+        self._began: tuple[float, int] | None = None  # time and samples just before training began
         self._last = (0.0, 0)
 
-    def read(self, board: Board, rows: Sequence[int], first_rank: int = 0) -> Progress:
+    def read(self, board: Board, rows: Sequence[int], first_rank: int = 0, devices: int = 1) -> Progress:
         """`rows` are those that take part or have done so until the end."""
         now = time.monotonic()
         furthest = max(rows, key=lambda row: board.get(row, Word.STEP), default=0)
         step = board.get(furthest, Word.STEP) if rows else 0
         seen = max((board.get(row, Word.SAMPLES_SEEN) for row in rows), default=0)
-        if step == 0 or self._before_first is None:
-            self._before_first = (now, seen)
-        self._last = (now, seen)
+        resumed_at = board.host_get(HostWord.RESUMED_AT) if step else 0
         recent = self._recent
-        if step == 0 or (recent and step < recent[-1][1]):  # not yet begun, or begun anew
+        if step == 0 or self._began is None or (resumed_at and recent[-1][1] == 0):
+            self._began = (now, seen)  # of a run that goes on, samples may be counted from where the earlier one was
+        self._last = (now, seen)
+        if step == 0 or (recent and not resumed_at <= recent[-1][1] <= step):  # not yet begun, or begun anew
             recent.clear()
         recent.append((now, step, seen))
         while recent[0][0] < now - WINDOW_S and len(recent) > 2:
@@ -105,24 +109,26 @@ class Meter:
         return Progress(
             step=step,
             total_steps=total,
+            resumed_at=resumed_at,
             loss=board.get_float(furthest, Word.MEAN_LOSS) if step else None,
             samples_per_s=(seen - seen_then) / elapsed_s if elapsed_s else 0.0,
             left_s=(total - step) / steps_per_s if total and steps_per_s and total >= step else None,
-            replicas=tuple(_times(board, row, first_rank + row) for row in rows),
+            replicas=tuple(_times(board, row, first_rank + row, devices) for row in rows),
         )
 
     @property
     def overall_samples_per_s(self) -> float:
         """Over the whole of the training, from before its first step to the last look."""
-        if self._before_first is None:
+        if self._began is None:
             return 0.0
-        (start, seen_at_start), (end, seen) = self._before_first, self._last
+        (start, seen_at_start), (end, seen) = self._began, self._last
         return (seen - seen_at_start) / (end - start) if end > start else 0.0
 
 
-def _times(board: Board, row: int, replica: int) -> ReplicaTimes:
+def _times(board: Board, row: int, rank: int, devices: int) -> ReplicaTimes:
+    name = str(rank) if devices == 1 else f"{rank // devices}/{rank % devices}"
     compute, wait, update = (board.get(row, word) / 1e6 for word in (Word.COMPUTE_NS, Word.WAIT_NS, Word.UPDATE_NS))
-    return ReplicaTimes(replica, Phase(board.get(row, Word.PHASE)), compute, wait, update)
+    return ReplicaTimes(name, Phase(board.get(row, Word.PHASE)), compute, wait, update)
 
 
 def clock(seconds: float) -> str:
@@ -218,6 +224,7 @@ class LiveDisplay:
         self._live.start()
         self._next_at = 0.0
         self._unfinished = {False: b"", True: b""}
+        self._prompting = False
 
     def say(self, line: str) -> None:
         self._console.print(line, markup=False, soft_wrap=True)
@@ -226,9 +233,17 @@ class LiveDisplay:
         if not error and not sys.stdout.isatty():
             put(sys.stdout, data)
             return
+        if self._prompting:
+            self._prompting = False
+            self._live.start()
         *lines, self._unfinished[error] = (self._unfinished[error] + data).split(b"\n")
         for line in lines:
             self._print_line(line)
+        if self._unfinished[error].endswith(PROMPTS):  # the table makes room for what is typed
+            self._prompting = True
+            self._live.stop()
+            put(sys.stderr, self._unfinished[error])
+            self._unfinished[error] = b""
 
     def _print_line(self, line: bytes) -> None:
         from rich.text import Text
@@ -238,7 +253,7 @@ class LiveDisplay:
 
     def show(self, progress: Progress) -> None:
         now = time.monotonic()
-        if now >= self._next_at:
+        if now >= self._next_at and not self._prompting:
             self._next_at = now + DRAW_EVERY_S
             self._live.update(draw(self._title, progress), refresh=True)
 
@@ -263,18 +278,22 @@ def draw(title: str, progress: Progress) -> RenderableType:
     from rich.text import Text
 
     head = Table.grid(padding=(0, 2))
+    head.add_column(no_wrap=True, overflow="ellipsis", max_width=20)
     cells: list[RenderableType] = [Text(title, style="bold")]
     if progress.total_steps:
-        cells.append(ProgressBar(total=progress.total_steps, completed=progress.step, width=24))
+        head.add_column(max_width=24)  # as much of it as there is room for
+        cells.append(ProgressBar(total=progress.total_steps, completed=progress.step))
+    head.add_column(no_wrap=True)
     head.add_row(*cells, str(progress) if progress.step else "starting")
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("replica")
-    table.add_column("", min_width=22)
-    for name in ("compute", "exchange + wait", "update", "not computing"):
-        table.add_column(name, justify="right")
+    cut = any("/" in times.name for times in progress.replicas)
+    table.add_column("replica/device" if cut else "replica", no_wrap=True)
+    table.add_column("", min_width=DOING)
+    for name in ("compute", "waits", "update", "idle"):
+        table.add_column(name, justify="right", no_wrap=True)
     if len(progress.replicas) <= MOST_ROWS:
         for times in progress.replicas:
-            table.add_row(str(times.replica), *_cells(times))
+            table.add_row(times.name, *_cells(times))
     else:
         for cells_of_row in _folded(progress.replicas):
             table.add_row(*cells_of_row)
@@ -290,9 +309,9 @@ def _cells(times: ReplicaTimes) -> list[str]:
 def _folded(replicas: Sequence[ReplicaTimes]) -> list[list[str]]:
     """Many replicas in three rows: their median, the one that computes longest, the one that waits longest."""
     phases = collections.Counter(times.phase for times in replicas).most_common(2)
-    doing = ", ".join(f"{count} {phase.name.lower().replace('_', ' ')}" for phase, count in phases)
+    doing = ", ".join(f"{count} {phase.words.removeprefix('is ')}" for phase, count in phases)
     middle = ReplicaTimes(
-        replica=-1,
+        name="",
         phase=phases[0][0],
         compute_ms=statistics.median(times.compute_ms for times in replicas),
         wait_ms=statistics.median(times.wait_ms for times in replicas),
@@ -301,7 +320,7 @@ def _folded(replicas: Sequence[ReplicaTimes]) -> list[list[str]]:
     slowest = max(replicas, key=lambda times: times.compute_ms)
     idlest = max(replicas, key=lambda times: times.not_computing)
     return [
-        [f"{len(replicas)}, median", doing, *_cells(middle)[1:]],
-        [f"{slowest.replica}, slowest", *_cells(slowest)],
-        [f"{idlest.replica}, idlest", *_cells(idlest)],
+        [f"{len(replicas)}, median", doing if len(doing) <= DOING else f"{doing[: DOING - 1]}…", *_cells(middle)[1:]],
+        [f"{slowest.name}, slowest", *_cells(slowest)],
+        [f"{idlest.name}, idlest", *_cells(idlest)],
     ]

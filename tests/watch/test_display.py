@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import time
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -12,15 +13,15 @@ from paceline.exchange.board import Board, HostWord, Phase, Word
 from paceline.watch.display import Meter, PlainDisplay, Progress, ReplicaTimes, choose_display, draw
 
 
-def drawn(progress: Progress) -> str:
-    console = Console(file=io.StringIO(), width=120)
+def drawn(progress: Progress, width: int = 120) -> str:
+    console = Console(file=io.StringIO(), width=width)
     with console.capture() as capture:
         console.print(draw("train.py", progress))
     return capture.get()
 
 
 def times(replica: int, compute_ms: float = 60.0) -> ReplicaTimes:
-    return ReplicaTimes(replica, Phase.COMPUTING, compute_ms, 30.0, 10.0)
+    return ReplicaTimes(str(replica), Phase.COMPUTING, compute_ms, 30.0, 10.0)
 
 
 def test_progress_is_read_from_the_rows_that_take_part() -> None:
@@ -42,7 +43,7 @@ def test_progress_is_read_from_the_rows_that_take_part() -> None:
     assert (progress.step, progress.total_steps, progress.loss) == (10, 100, 0.25)
     assert 640 / 0.2 < progress.samples_per_s <= 640 / 0.1
     assert progress.left_s == pytest.approx(90 / 10 * 640 / progress.samples_per_s)
-    assert progress.replicas[0] == ReplicaTimes(4, Phase.UPDATING, 6.0, 3.0, 1.0)
+    assert progress.replicas[0] == ReplicaTimes("4", Phase.UPDATING, 6.0, 3.0, 1.0)
     assert progress.replicas[0].not_computing == pytest.approx(0.4)
     assert meter.overall_samples_per_s == pytest.approx(progress.samples_per_s, rel=0.01)
 
@@ -57,6 +58,46 @@ def test_samples_seen_before_a_resume_do_not_count_as_speed() -> None:
     board.set(0, Word.SAMPLES_SEEN, 10**9 + 64)
     meter.read(board, [0])
     assert 0 < meter.overall_samples_per_s <= 64 / 0.05
+
+
+def test_a_resumed_run_counts_its_own_steps_alone() -> None:
+    board = Board.create(2, supervised=True)
+    board.host_set(HostWord.TOTAL_STEPS, 2000)
+    meter = Meter()
+    meter.read(board, [0, 1])
+    for row in range(2):
+        board.begin_step(row, 1000)
+        board.set(row, Word.SAMPLES_SEEN, 64_000)
+    assert meter.read(board, [0, 1]).left_s is None, "no step of its own yet"
+    time.sleep(0.1)
+    for row in range(2):
+        board.begin_step(row, 1010)
+        board.set(row, Word.SAMPLES_SEEN, 64_640)
+    progress = meter.read(board, [0, 1])
+    assert (progress.step, progress.resumed_at) == (1010, 1000)
+    assert 0 < meter.overall_samples_per_s <= 640 / 0.1
+    assert progress.left_s is not None
+    assert progress.left_s >= 990 / 10 * 0.1
+
+
+@pytest.mark.parametrize(("replicas", "devices"), [(1, 1), (4, 1), (16, 1), (64, 1), (4, 2), (16, 4), (64, 4)])
+@pytest.mark.parametrize("phase", Phase)
+def test_the_live_table_fits_eighty_columns(replicas: int, devices: int, phase: Phase) -> None:
+    board = Board.create(replicas, supervised=True)
+    board.host_set(HostWord.TOTAL_STEPS, 1_250_000)
+    for row in range(replicas):
+        board.set(row, Word.STEP, 1_000_000)
+        board.set_float(row, Word.MEAN_LOSS, 0.01234)
+        board.enter(row, phase)
+        for word in (Word.COMPUTE_NS, Word.WAIT_NS, Word.UPDATE_NS):
+            board.set(row, word, 12_345_600_000)
+    progress = replace(Meter().read(board, range(replicas), devices=devices), samples_per_s=123_456.0, left_s=36_000.0)
+    lines = drawn(progress, width=80).splitlines()
+    assert len(lines) == 2 + (replicas if replicas <= 16 else 3), "a line for each replica, none of them wrapped"
+    assert all("12345.6 ms  12345.6 ms  12345.6 ms   67%" in line for line in lines[2:])
+    assert "step 1000000/1250000  loss 0.01234  123456 samples/s  ETA 10:00:00" in lines[0]
+    if replicas <= 16:
+        assert all(phase.words.removeprefix("is ") in line for line in lines[2:])
 
 
 def test_a_run_that_starts_anew_does_not_go_backwards_in_speed() -> None:

@@ -185,7 +185,7 @@ class FollowingEngine:
     def step(self, batches: Sequence[Batch]) -> Closed:
         (batch,) = batches
         board, row = self._board, self._row
-        board.set(row, Word.STEP, batch.work.step)
+        board.begin_step(row, batch.work.step)
         while isinstance(order := self._devices.hear(ComputeTicket, StepClosed), ComputeTicket):
             began = time.monotonic_ns()
             board.enter(row, Phase.COMPUTING)

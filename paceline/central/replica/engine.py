@@ -230,7 +230,7 @@ class CentralizedEngine:
         """A ticket is being worked on."""
         self._sync = ticket.sync
         if self._board is not None:
-            self._board.set(self._row, Word.STEP, ticket.step)
+            self._board.begin_step(self._row, ticket.step)
 
     def settled(self, worked: Worked) -> None:
         """A ticket has been handed in."""
