@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from paceline.errors import ModelError
 from paceline.memory.layout import Chunk, FlatLayout, Piece, Slot, aligned, assign
-from paceline.optim.state import ELEMENTWISE, options_of
+from paceline.optim.trial import KNOWN, Sees, options_of
 
 MAP_VERSION = 1
 DTYPES: Mapping[str, torch.dtype] = {
@@ -34,7 +34,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 # What a server can be asked to run, by name. Names are all that travels.
 OPTIMIZERS: Mapping[str, type[Optimizer]] = {
-    kind.__name__: kind for kind in (*sorted(ELEMENTWISE, key=lambda kind: kind.__name__), torch.optim.Adafactor)
+    kind.__name__: kind for kind in sorted(KNOWN, key=lambda kind: kind.__name__) if kind is not torch.optim.Muon
 }
 Option = float | int | bool | str | None | list[float | None]
 
@@ -181,7 +181,8 @@ class Shards:
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
-        whole = OPTIMIZERS.get(spec.optimizer.name) not in ELEMENTWISE
+        kind = OPTIMIZERS.get(spec.optimizer.name)
+        whole = kind is None or KNOWN[kind] is not Sees.ELEMENTS
         described = [
             (tensor.name, torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device="meta"), tensor.group)
             for tensor in spec.tensors

@@ -104,10 +104,12 @@ class FlatLayout:
         *,
         owners: int,
         whole_tensors: bool = False,
+        one_chunk: bool = False,
     ) -> FlatLayout:
         """Place `(name, tensor, group)` in the order of registration.
 
-        `whole_tensors`: never cut a tensor, for optimizers that must see it whole.
+        `whole_tensors`: never cut a tensor, for optimizers that must see it whole. `one_chunk`: have all of one type in
+        one chunk, for those that must see all of them.
         """
         trained = [entry for entry in reversed(parameters) if entry[2] is not None]
         frozen = [entry for entry in parameters if entry[2] is None]
@@ -120,7 +122,7 @@ class FlatLayout:
                 trained_bytes = offset
         # Small models are cut finer, so that every owner has something to do.
         chunk_bytes = min(CHUNK_BYTES, max(SMALLEST_CHUNK_BYTES, trained_bytes // (4 * owners)))
-        chunks = _cut(slots[: len(trained)], chunk_bytes, whole_tensors)
+        chunks = _cut(slots[: len(trained)], trained_bytes if one_chunk else chunk_bytes, whole_tensors)
         return cls(tuple(slots), tuple(chunks), offset, trained_bytes)
 
     def describe(self) -> list[list[Any]]:

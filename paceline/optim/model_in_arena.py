@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from paceline.errors import ModelError
 from paceline.memory.heap import give_memory_back
-from paceline.memory.layout import FlatLayout, aligned
+from paceline.memory.layout import aligned
 from paceline.memory.model_arena import ModelArena
 from paceline.optim.models import buffers_of, grouped_parameters
-from paceline.optim.state import needs_whole_tensors
+from paceline.optim.state import layout_for
 
 SMALLEST_SCRATCH_BYTES = 4096
 
@@ -27,7 +27,7 @@ class ModelInArena:
     def __init__(self, model: nn.Module, optimizer: Optimizer, owners: int) -> None:
         named = grouped_parameters(model, optimizer)
         self._device = _device_of(named)
-        self.layout = FlatLayout.plan(named, owners=owners, whole_tensors=needs_whole_tensors(optimizer))
+        self.layout = layout_for(optimizer, named, owners)
         by_name = {name: parameter for name, parameter, _ in named}
         self.parameters = [by_name[slot.name] for slot in self.layout.slots]
         self.buffers = buffers_of(model)

@@ -31,6 +31,8 @@ def grouped_parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str
 
     The optimizer must hold parameters of this model only.
     """
+    if not isinstance(optimizer, Optimizer):
+        raise ModelError("optimizer", type(optimizer).__name__, "give one of torch.optim, or a subclass")
     names = parameter_names(model)
     groups: dict[torch.Tensor, int] = {}
     for number, group in enumerate(optimizer.param_groups):

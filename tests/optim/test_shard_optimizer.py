@@ -13,10 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.errors import ModelError
-from paceline.memory.layout import FlatLayout
 from paceline.memory.model_arena import ModelArena, Sizes
 from paceline.optim.shard_optimizer import ShardOptimizer
-from paceline.optim.state import StateLayout, needs_whole_tensors
+from paceline.optim.state import StateLayout, layout_for
 
 Make = Callable[[list[dict[str, Any]]], Optimizer]
 
@@ -59,7 +58,7 @@ class Sharded:
         self.parameters = dict(model.named_parameters())
         group_of = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
         named = [(name, p, group_of[p]) for name, p in self.parameters.items()]
-        self.layout = FlatLayout.plan(named, owners=2, whole_tensors=needs_whole_tensors(optimizer))
+        self.layout = layout_for(optimizer, named, owners=2)
         state = {
             number: dict(optimizer.state[self.parameters[slot.name]])
             for number, slot in enumerate(self.layout.slots)
