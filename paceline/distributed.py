@@ -2,9 +2,13 @@
 
     model, optimizer = pl.distribute(model, optimizer)
 
-After `loss.backward()` every `p.grad` is the mean over the replicas, and `optimizer.step()` applies it. Both objects
-stay what they were: hooks on the parameters collect gradients in shared memory, where each replica's `p.grad` then
-lies; and the optimizer's `step` updates just the shard this replica owns of the one copy of the parameters.
+After `loss.backward()` every `p.grad` is the mean over the replicas. Both objects stay what they were: hooks on the
+parameters collect gradients in shared memory, where each replica's `p.grad` then lies, and owners average them there.
+
+Parameters and optimizer are each replica's own. All start alike, get the same gradients and do the same with them, so
+they stay alike, and whatever else the script does with them means what it means in one process: a weight clamped, a
+layer made anew, an average kept, a state loaded, an optimizer nobody here has heard of. Were the parameters shared, as
+they are under `Trainer`, every replica would write all of that into the same memory once more.
 
 The loop and its data are the user's: each replica must draw its own samples, as with DDP (`DistributedSampler` with
 `pl.place()`'s rank and world). A replica that dies takes its samples with it; the others go on with the mean over
@@ -13,27 +17,27 @@ those who are left.
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import contextlib
+import functools
+import time
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.errors import LaunchError, ReplicaDied, StrategyError
-from paceline.exchange.board import Board, HostWord, Kind, Members, Phase, Word
+from paceline.errors import LaunchError, ModelError, ReplicaDied, StrategyError
+from paceline.exchange.board import Board, Kind, Members, Phase, Word
 from paceline.exchange.links import Links
 from paceline.exchange.together import Together
 from paceline.machine import check_shared_words
 from paceline.mirrored.opening import meet
-from paceline.mirrored.owner import Owner
 from paceline.mirrored.reducer import MeanReducer
 from paceline.mirrored.shared_model import SharedModel
-from paceline.optim.shard_optimizer import ShardOptimizer
+from paceline.optim.models import buffers_of, grouped_parameters
 from paceline.run_place import Place, find_place
-from paceline.torch_private import after_backward, mark_stepped
+from paceline.torch_private import after_backward
 
 Model = TypeVar("Model", bound=nn.Module)
 SomeOptimizer = TypeVar("SomeOptimizer", bound=Optimizer)
@@ -45,10 +49,13 @@ def place() -> Place:
 
 
 def distribute(model: Model, optimizer: SomeOptimizer) -> tuple[Model, SomeOptimizer]:
-    """Make a loop that trains `model` with `optimizer` one of several replicas.
+    """Make a loop that trains `model` with `optimizer` one of several replicas; both are returned as they are.
 
-    In one plain process both come back as they are. `model.no_sync()` is a context in which backward does not
-    exchange, for gradient accumulation.
+    `loss.backward()` leaves the mean over the replicas in every `p.grad`, and makes the model's buffers those of the
+    first replica. `model.no_sync()` is a context in which backward does neither, for gradient accumulation.
+
+    Parameters and the optimizer's state are each replica's own, as with DDP: what one changes outside of backward,
+    all have to change alike. A copy of the model is an ordinary model that exchanges nothing.
     """
     where = find_place()
     if where.recording is not None:
@@ -60,20 +67,39 @@ def distribute(model: Model, optimizer: SomeOptimizer) -> tuple[Model, SomeOptim
     if (split := getattr(where.strategy, "split", None)) is not None:
         raise StrategyError("split", split.words, "a loop of one's own is not cut; use pl.Trainer, or give --replicas")
     if where.world == 1 and where.board is None:
-        model.no_sync = _nothing  # type: ignore[assignment]
+        model.no_sync = contextlib.nullcontext  # type: ignore[assignment]
         return model, optimizer
     check_shared_words("pl.distribute has no replicas")
-    _Distributed(model, optimizer, *meet(model, where))
+    grouped_parameters(model, optimizer)  # which refuses an optimizer of other parameters
+    no_sync = getattr(model, "no_sync", None)
+    if not isinstance(no_sync, _NoSync):  # or it has another optimizer already
+        no_sync = model.no_sync = _NoSync(_GradientMean(model, optimizer, *meet(model, where)))  # type: ignore[assignment]
+    no_sync.mean.serve(optimizer)
     return model, optimizer
 
 
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
+class _NoSync:
+    """The `no_sync` of a distributed model; in a copy of it, or in a file, one that does nothing."""
+
+    def __init__(self, mean: _GradientMean) -> None:
+        self.mean = mean
+
+    def __call__(self) -> contextlib.AbstractContextManager[None]:
+        return self.mean.paused()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (contextlib.nullcontext,)
 
 
-class _Distributed:
-    """The hooks behind one distributed loop."""
+class _SharedGradients(SharedModel):
+    """The replicas compare their parameters in an arena, and keep their own."""
+
+    def point_to_arena(self) -> None:
+        """Leave the parameters where they are."""
+
+
+class _GradientMean:
+    """The hooks behind one distributed model."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, where: Place, board: Board, links: Links | None) -> None:
         if where.restarted:
@@ -81,68 +107,70 @@ class _Distributed:
                 f"replica {where.row} was started again, but a loop under pl.distribute cannot be joined in the "
                 "middle: use pl.Trainer, or --on-failure continue"
             )
+        self._model = model
         self._board = board
         self._replica = where.row
         self._together = Together(board, where.row, where.strategy.timeout_s)
         self._links = links
-        self._users = optimizer
         board.announce(self._replica)
-        self._shared = SharedModel(model, optimizer, self._together, several_hosts=False)
-        self._shared.share()
-        if links is not None:
-            self._shared.compare_hosts(links.sum, links.hosts)
-        arena = self._arena = self._shared.arena
-        self._optimizer = ShardOptimizer(optimizer, arena, self._shared.states)
-        self._owner = Owner(self._together, arena, self._optimizer)
-        self._reducer = MeanReducer(self._together, arena, links)
-        if self._shared.users_state:
-            self._fill_state(self._shared.users_state)
-        self._parameters = self._shared.trained
-        slots = arena.layout.slots
-        self._views = [arena.gradient(self._replica, slots[i]) for i in range(len(self._parameters))]
+        given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        averaged = [parameter for parameter in model.parameters() if parameter.requires_grad or parameter in given]
+        self._asks = torch.optim.SGD(averaged)  # for a place for their gradients, and for no state
+        self._share()
+        self._known = set(self._parameters)
         self._exchanging = True
         self._queued = False
-        self._touched: list[bool] = []
+        self._step_ended_ns = time.monotonic_ns()
         for index, parameter in enumerate(self._parameters):
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
-        model.no_sync = self._no_sync  # type: ignore[assignment]
-        self._take_over_optimizer()
+            frozen = not parameter.requires_grad  # it may not stay so, and a hook can be given to no frozen one
+            parameter.requires_grad_(True)
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._landed, index))  # type: ignore[no-untyped-call]
+            parameter.requires_grad_(not frozen)
+
+    def _share(self) -> None:
+        """Come to have room in common for gradients and for buffers as the model has them now."""
+        self._shared = _SharedGradients(self._model, self._asks, self._together, several_hosts=False)
+        self._shared.share()
+        if self._links is not None:
+            self._shared.compare_hosts(self._links.sum, self._links.hosts)
+        arena = self._arena = self._shared.arena
+        self._reducer = MeanReducer(self._together, arena, self._links)
+        self._parameters = self._shared.trained
+        self._views = [arena.gradient(self._replica, arena.layout.slots[i]) for i in range(len(self._parameters))]
+        self._touched: list[bool] = []
 
     # ── backward ─────────────────────────────────────────────────────────────────────────────────────────
 
-    @contextmanager
-    def _no_sync(self) -> Iterator[None]:
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around a backward that exchanges nothing."""
         self._exchanging = False
         try:
             yield
         finally:
             self._exchanging = True
 
-    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        view = self._views[index]
-
-        def landed(parameter: torch.Tensor) -> None:
-            gradient = parameter.grad
-            assert gradient is not None
-            if gradient.data_ptr() != view.data_ptr():
-                view.copy_(gradient) if gradient.layout is torch.strided else view.zero_().add_(gradient)
-                parameter.grad = view
-            if self._exchanging and not self._queued:
-                self._queued = True
-                after_backward(self._exchange)
-
-        return landed
+    def _landed(self, index: int, parameter: torch.Tensor) -> None:
+        gradient, view = parameter.grad, self._views[index]
+        assert gradient is not None
+        if gradient.data_ptr() != view.data_ptr():
+            view.copy_(gradient) if gradient.layout is torch.strided else view.zero_().add_(gradient)
+            parameter.grad = view
+        if self._exchanging and not self._queued:
+            self._queued = True
+            after_backward(self._exchange)
 
     def _exchange(self) -> None:
         """Backward is over: leave the mean in every `p.grad`."""
         self._queued = False
+        began_ns = time.monotonic_ns()
+        self._look_at_buffers()
         touched = []
         for parameter, view in zip(self._parameters, self._views, strict=True):
             gradient = parameter.grad
             if gradient is None:
                 view.zero_()
-            elif gradient is not view and gradient.data_ptr() != view.data_ptr():  # frozen before, and has no hook
+            elif gradient is not view and gradient.data_ptr() != view.data_ptr():  # the script has put it there
                 view.copy_(gradient)
             touched.append(gradient is not None)
         if touched != self._touched:
@@ -168,58 +196,40 @@ class _Distributed:
                 parameter.grad = view
         if self._links is not None:
             self._links.commit()
+        self._board.set(self._replica, Word.COMPUTE_NS, began_ns - self._step_ended_ns)
+        self._board.set(self._replica, Word.WAIT_NS, time.monotonic_ns() - began_ns)
         self._board.enter(self._replica, Phase.BETWEEN)
+
+    def _look_at_buffers(self) -> None:
+        """A script may give a module another tensor as its buffer, and pruning gives it a new one."""
+        buffers = buffers_of(self._model)
+        if [(b.shape, b.dtype) for b in buffers] != [(b.shape, b.dtype) for b in self._shared.buffers]:
+            self._share()
+        self._shared.buffers = buffers
 
     # ── the optimizer ────────────────────────────────────────────────────────────────────────────────────
 
-    def _take_over_optimizer(self) -> None:
-        """Replace the optimizer's `step`, and keep its state_dict whole."""
-        distributed = self
+    def serve(self, optimizer: Optimizer) -> None:
+        """Count the steps of `optimizer`, and see that it is given no gradient but means."""
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
 
-        def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            mark_stepped(optimizer)
-            distributed._step()
-            return loss
-
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        self._users.step = types.MethodType(step, self._users)  # type: ignore[method-assign]
-        self._users.register_state_dict_pre_hook(lambda optimizer: self._export_state())
-        self._users.register_load_state_dict_post_hook(lambda optimizer: self._import_state())
-
-    def _step(self) -> None:
-        for parameter, view in zip(self._parameters, self._views, strict=True):
-            if parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr():
-                view.copy_(parameter.grad)
-
-        # Nobody may still be reading the parameters, in its own code between backward and step.
-        members = self._together.meet(Kind.UPDATE, Phase.AWAITING_UPDATES)
-        self._owner.divide(members.ranks)
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter not in self._known:
+                    raise ModelError(
+                        "optimizer",
+                        type(optimizer).__name__,
+                        f"a parameter of shape {tuple(parameter.shape)} was frozen and in no optimizer, or not in the "
+                        "model, when pl.distribute was called, so its gradient is this replica's alone; call "
+                        "pl.distribute after the model and the optimizer have got it",
+                    )
+        self._update_began_ns = time.monotonic_ns()
         self._board.enter(self._replica, Phase.UPDATING)
-        self._owner.begin([int(p.grad is not None) for p in self._parameters])
-        self._owner.update(members, 1.0, source=self._replica)
-        step = self._board.get(self._replica, Word.STEP) + 1
-        self._board.set(self._replica, Word.STEP, step)
-        self._board.host_set(HostWord.CLOSED, members.op)
+
+    def _after_step(self, *_: Any) -> None:
+        self._step_ended_ns = time.monotonic_ns()
+        self._board.set(self._replica, Word.UPDATE_NS, self._step_ended_ns - self._update_began_ns)
+        self._board.set(self._replica, Word.STEP, self._board.get(self._replica, Word.STEP) + 1)
         self._board.enter(self._replica, Phase.BETWEEN)
-
-    def _export_state(self) -> None:
-        for number, state in self._optimizer.give_state().items():
-            self._users.state[self._shared.parameters[number]] = state
-
-    def _import_state(self) -> None:
-        self._fill_state(
-            {
-                number: dict(self._users.state[parameter])
-                for number, parameter in enumerate(self._shared.parameters)
-                if self._users.state.get(parameter)
-            }
-        )
-
-    def _fill_state(self, states: dict[int, dict[str, Any]]) -> None:
-        """Every replica has the same whole state; the chief puts it into the arena."""
-        self._together.once(lambda: self._optimizer.take_state(states))
-        self._optimizer.forget()

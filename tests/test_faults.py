@@ -232,8 +232,8 @@ def test_one_that_comes_too_late_for_its_trainer_leaves_the_others_alone(
 
 
 def test_a_loop_under_distribute_goes_on_with_the_mean_of_those_who_are_left(start: Start) -> None:
-    """Who dies while the mean is made, or used, has given its gradient, and counts in that step for the last time."""
-    faults = [kill(replica=2).at(step=2).in_("reducing"), kill(replica=0).at(step=5).in_("update")]
+    """Who dies while the mean is made has given its gradient, and counts in that step for the last time."""
+    faults = [kill(replica=2).at(step=2).in_("reducing"), kill(replica=0).at(step=5).in_("waiting")]
     run = start(TESTS / "faulty_loop.py", "--replicas 4", as_argument(faults)).fine()
     assert happened(run.folder, faults) == faults
 
