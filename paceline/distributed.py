@@ -64,7 +64,7 @@ def distribute(model: Model, optimizer: SomeOptimizer) -> tuple[Model, SomeOptim
         raise StrategyError(
             "servers", len(where.servers.addresses), "pl.distribute has mirrored replicas only; use pl.Trainer"
         )
-    if (split := getattr(where.strategy, "split", None)) is not None:
+    if (split := where.strategy.split) is not None:
         raise StrategyError("split", split.words, "a loop of one's own is not cut; use pl.Trainer, or give --replicas")
     if where.world == 1 and where.board is None:
         model.no_sync = contextlib.nullcontext  # type: ignore[assignment]

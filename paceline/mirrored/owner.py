@@ -87,17 +87,15 @@ class Owner:
         self._finish(members, Word.NORMED, measure)
         return math.sqrt(self._arena.norms.sum().item())
 
-    def update(self, members: Members, scale: float, source: int | None = None) -> None:
-        """Apply the step: this owner's shard, and those of owners that die meanwhile.
-
-        `source`: take the gradient from this replica's buffer, instead of the sum over all."""
+    def update(self, members: Members, scale: float) -> None:
+        """Apply the step: this owner's shard, and those of owners that die meanwhile."""
         updated, me = self._arena.updated, self._together.replica
         # With nobody to take over, or of a cut model, whose devices no death leaves whole, nothing is kept to undo.
         alone = len(members.ranks) == 1 or self._rows is not None
 
         def work(number: int) -> None:
             if alone:
-                self._optimizer.update(number, self.gradient(members, number, scale, source), self._touched)
+                self._optimizer.update(number, self.gradient(members, number, scale), self._touched)
                 return
             if updated[number] == members.op:
                 return
@@ -106,18 +104,16 @@ class Owner:
             kept_parameters.copy_(parameters)
             kept_block.copy_(block)
             self._together.board.set(me, Word.UNDO, number + 1)
-            self._optimizer.update(number, self.gradient(members, number, scale, source), self._touched)
+            self._optimizer.update(number, self.gradient(members, number, scale), self._touched)
             updated[number] = members.op
             self._together.settle(me)
 
         self._finish(members, Word.DONE, work)
 
-    def gradient(self, members: Members, number: int, scale: float = 1.0, source: int | None = None) -> torch.Tensor:
+    def gradient(self, members: Members, number: int, scale: float = 1.0) -> torch.Tensor:
         """The summed gradient of a chunk, for reading, until the next call; sums are at least fp32."""
         chunk = self._arena.layout.chunks[number]
-        if source is not None:
-            parts = [self._arena.chunk_of(self._arena.gradients[source], chunk)]
-        elif self._arena.sums.numel():
+        if self._arena.sums.numel():
             parts = [self._arena.chunk_of(self._arena.sums, chunk)]
         else:
             ranks = members.ranks if self._rows is None else self._rows[number]
