@@ -28,13 +28,13 @@ _OPERATORS: dict[Any, Callable[..., torch.Tensor]] = {
 class Reduction:
     """An operation of torch.distributed on tensors of one type; floats of 16 bits and less are reduced in float32."""
 
-    def __init__(self, op: Any, dtype: torch.dtype) -> None:
-        self.kind = getattr(op, "op", op)
-        self._factor = op.factor if self.kind == ReduceOp.PREMUL_SUM else None
-        self._operator = _OPERATORS[self.kind]
+    def __init__(self, kind: Any, dtype: torch.dtype, factor: Any = None) -> None:
+        self._operator = _OPERATORS[kind]
+        self._mean = kind == ReduceOp.AVG
+        self._factor = factor
         self._widen = dtype.is_floating_point and dtype.itemsize < 4
         # All ranks must reduce in the same way: the operation as a number that they compare.
-        self.code = int(self.kind) | (0 if self._factor is None else hash(float(self._factor)) & 0xFFF) << 4
+        self.code = int(kind) | (0 if factor is None else hash(float(factor)) & 0xFFF) << 4
 
     def __call__(self, found: Sequence[torch.Tensor], into: torch.Tensor) -> None:
         """Put all contributions together in the order of the ranks, into a tensor of their size."""
@@ -47,7 +47,7 @@ class Reduction:
             self._operator(found[0], found[1], out=total)
         for part in found[2:]:
             self._operator(total, part, out=total)
-        if self.kind == ReduceOp.AVG:
+        if self._mean:
             total.div_(len(found))
         elif self._factor is not None:
             total.mul_(self._factor)
@@ -60,25 +60,24 @@ def reduction(op: Any, tensors: Sequence[torch.Tensor]) -> Reduction:
     check(tensors)
     dtype = tensors[0].dtype
     kind = getattr(op, "op", op)
-    if not _possible(kind, dtype):
+    found = _tried(kind, dtype)
+    if found is None:
         name = str(kind).rpartition(".")[2]
         raise CallError(
             f"ReduceOp.{name} was given a tensor of {dtype}, for which it does not exist: convert the tensor"
         )
-    return Reduction(op, dtype)
+    factor = getattr(op, "factor", None) if kind == ReduceOp.PREMUL_SUM else None
+    return found if factor is None else Reduction(kind, dtype, factor)
 
 
 @functools.cache
-def _possible(kind: Any, dtype: torch.dtype) -> bool:
-    """Whether torch can do it, found out by trying."""
+def _tried(kind: Any, dtype: torch.dtype) -> Reduction | None:
+    """The reduction, if torch can do it: it is tried once, on a tensor of one element."""
     if kind not in _OPERATORS:
-        return False
-    op = ReduceOp.SUM if kind == ReduceOp.PREMUL_SUM else kind
-    if kind == ReduceOp.PREMUL_SUM and not (dtype.is_floating_point or dtype.is_complex):
-        return False
+        return None
     one = torch.ones(1).to(dtype)
     try:
-        Reduction(op, dtype)([one, one], torch.empty_like(one))
-    except (RuntimeError, TypeError):
-        return False
-    return True
+        Reduction(kind, dtype, 0.5 if kind == ReduceOp.PREMUL_SUM else None)([one, one], torch.empty_like(one))
+    except RuntimeError:
+        return None
+    return Reduction(kind, dtype)

@@ -67,7 +67,8 @@ class Rounds:
         words = (TURNS + 1) * self.count * HEAD_WORDS
         self._heads = arena.view(0, torch.int64, [words]).numpy().data
         shape = [TURNS, self.count, SLOT_BYTES]
-        self._slots = [list(turn) for turn in arena.view(words * 8, torch.uint8, shape)]
+        self._bytes = arena.view(words * 8, torch.uint8, shape)
+        self._slots: dict[torch.dtype, list[list[torch.Tensor]]] = {}  # by type, turn and rank
         self._number = 0  # of the last post
         self._first = 0  # post of the round before
         self._call = (0, 0, 0)
@@ -139,9 +140,10 @@ class Rounds:
 
     def _slot(self, rank: int, start: int, length: int, dtype: torch.dtype) -> torch.Tensor:
         """`length` elements of a slot of this round, the first of which is number `start`."""
-        size = dtype.itemsize
-        slot: torch.Tensor = self._slots[self.rounds % TURNS][rank]
-        return slot[start * size : (start + length) * size].view(dtype)
+        slots = self._slots.get(dtype)
+        if slots is None:
+            slots = self._slots[dtype] = [list(turn) for turn in self._bytes.view(dtype)]
+        return slots[self.rounds % TURNS][rank][start : start + length]
 
     # ── what fails ───────────────────────────────────────────────────────────────────────────────────────
 
