@@ -8,7 +8,7 @@ channel.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,13 +17,16 @@ from paceline.optim.batchnorm import _ExactBatchNorm
 from paceline.split.tiles.tile import Tile
 from paceline.torch_private import AnyBatchNorm
 
+if TYPE_CHECKING:
+    from paceline.split.tiles.tiled_forward import TiledForward
+
 Func = Callable[..., Any]
 
 
 class TiledBatchNorm:
     """Takes the place of a BatchNorm's forward: on tiles, its statistics are sums over the devices."""
 
-    def __init__(self, tiled: Any, module: AnyBatchNorm) -> None:
+    def __init__(self, tiled: TiledForward, module: AnyBatchNorm) -> None:
         self._tiled, self._module = tiled, module
 
         self.sees_tiles = False  # in the run that shows what the model does: then its statistics are sums over devices
@@ -56,7 +59,7 @@ class TiledBatchNorm:
 
 
 def group_norm(
-    tiled: Any,
+    tiled: TiledForward,
     func: Func,
     input: Any,
     num_groups: int,
@@ -81,7 +84,7 @@ def group_norm(
 
 
 def instance_norm(
-    tiled: Any,
+    tiled: TiledForward,
     func: Func,
     input: Any,
     running_mean: torch.Tensor | None = None,

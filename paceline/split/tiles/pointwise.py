@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paceline.split.tiles.tile import Tile, find
 from paceline.torch_private import tree_map
+
+if TYPE_CHECKING:
+    from paceline.split.tiles.tiled_forward import TiledForward
 
 Func = Callable[..., Any]
 
@@ -43,7 +46,7 @@ def is_pointwise(name: str) -> bool:
     return name in POINTWISE or (name.endswith("_") and not name.endswith("__") and name[:-1] in POINTWISE)
 
 
-def pointwise(tiled: Any, func: Func, *args: Any, **kwargs: Any) -> Any:
+def pointwise(tiled: TiledForward, func: Func, *args: Any, **kwargs: Any) -> Any:
     """Works on the rows of this device: tiles of the same size lie alike, and of what is whole its part is taken."""
     tile = find((*args, *kwargs.values()))
     assert tile is not None
@@ -85,22 +88,24 @@ def own_part(tile: Tile, value: torch.Tensor) -> torch.Tensor | None:
     return value
 
 
-def prelu(tiled: Any, func: Func, input: Tile, weight: torch.Tensor) -> Any:
+def prelu(tiled: TiledForward, func: Func, input: Tile, weight: torch.Tensor) -> Any:
     """Has a slope for each channel, which is whole."""
     return input.like(func(input.local, weight)) if not isinstance(weight, Tile) else NotImplemented
 
 
-def expand_as(tiled: Any, func: Func, input: torch.Tensor, other: torch.Tensor) -> Any:
+def expand_as(tiled: TiledForward, func: Func, input: torch.Tensor, other: torch.Tensor) -> Any:
     """Returns a whole in a tile's size: a view, of which the tile's part is taken where it is used."""
     return NotImplemented if isinstance(input, Tile) else input.expand(other.shape)
 
 
-def new(tiled: Any, func: Func, input: Tile, *args: Any, **kwargs: Any) -> Any:
+def new(tiled: TiledForward, func: Func, input: Tile, *args: Any, **kwargs: Any) -> Any:
     """Does `new_zeros` and its like: only the type and the device come from the tile."""
     return func(input.local, *args, **kwargs)
 
 
-def dropout(tiled: Any, func: Func, input: Tile, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+def dropout(
+    tiled: TiledForward, func: Func, input: Tile, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Any:
     """Draws the mask for the whole, as in one process, and the device takes its part: a byte a value."""
     if not training or p == 0:
         return input
@@ -123,14 +128,14 @@ def dropout(tiled: Any, func: Func, input: Tile, p: float = 0.5, training: bool 
 # ── over dims that are not cut ───────────────────────────────────────────────────────────────────────────────
 
 
-def along(tiled: Any, func: Func, input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+def along(tiled: TiledForward, func: Func, input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Does `func(input, dim)` that keeps the size: softmax over channels."""
     if not isinstance(input, Tile) or not isinstance(dim, int) or dim % input.dim() in input.dims:
         return NotImplemented
     return input.like(func(input.local, dim, *args, **kwargs))
 
 
-def over_channels(tiled: Any, func: Func, input: Tile, *args: Any, **kwargs: Any) -> Any:
+def over_channels(tiled: TiledForward, func: Func, input: Tile, *args: Any, **kwargs: Any) -> Any:
     """Does what is the same on every part: dropout of channels, normalization across channels, BatchNorm by running
     statistics."""
     if 0 in input.dims or 1 in input.dims or find(args) is not None:
@@ -140,7 +145,7 @@ def over_channels(tiled: Any, func: Func, input: Tile, *args: Any, **kwargs: Any
 
 
 def batch_norm(
-    tiled: Any,
+    tiled: TiledForward,
     func: Func,
     input: Tile,
     running_mean: torch.Tensor | None,
@@ -157,14 +162,16 @@ def batch_norm(
     return over_channels(tiled, func, input, running_mean, running_var, weight, bias, False, momentum, eps)
 
 
-def layer_norm(tiled: Any, func: Func, input: Any, normalized_shape: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+def layer_norm(
+    tiled: TiledForward, func: Func, input: Any, normalized_shape: Sequence[int], *args: Any, **kwargs: Any
+) -> Any:
     """Normalizes over last dims that are not cut."""
     if not isinstance(input, Tile) or max(input.dims) >= input.dim() - len(normalized_shape):
         return NotImplemented
     return input.like(func(input.local, normalized_shape, *args, **kwargs))
 
 
-def linear(tiled: Any, func: Func, input: Any, *args: Any, **kwargs: Any) -> Any:
+def linear(tiled: TiledForward, func: Func, input: Any, *args: Any, **kwargs: Any) -> Any:
     """Multiplies along a last dim that is not cut."""
     if not isinstance(input, Tile) or max(input.dims) == input.dim() - 1:
         return NotImplemented
@@ -178,20 +185,20 @@ def _moved(tile: Tile, local: torch.Tensor, dims: Sequence[int]) -> Tile:
     return Tile(local, tuple(dims), tile.lengths, tile.tiled)
 
 
-def permute(tiled: Any, func: Func, input: Tile, *dims: Any) -> Any:
+def permute(tiled: TiledForward, func: Func, input: Tile, *dims: Any) -> Any:
     """Reorders dims."""
     order = [dim % input.dim() for dim in (dims[0] if isinstance(dims[0], (tuple, list)) else dims)]
     return _moved(input, func(input.local, order), [order.index(dim) for dim in input.dims])
 
 
-def transpose(tiled: Any, func: Func, input: Tile, dim0: int, dim1: int) -> Any:
+def transpose(tiled: TiledForward, func: Func, input: Tile, dim0: int, dim1: int) -> Any:
     """Swaps two dims."""
     first, second = dim0 % input.dim(), dim1 % input.dim()
     swapped = {first: second, second: first}
     return _moved(input, func(input.local, first, second), [swapped.get(dim, dim) for dim in input.dims])
 
 
-def reshape(tiled: Any, func: Func, input: Any, *shape: Any) -> Any:
+def reshape(tiled: TiledForward, func: Func, input: Any, *shape: Any) -> Any:
     """Changes the dims before those that are cut, such as channels to groups of channels."""
     if not isinstance(input, Tile):
         return NotImplemented
@@ -210,7 +217,7 @@ def reshape(tiled: Any, func: Func, input: Any, *shape: Any) -> Any:
     return _moved(input, local, [dim - first + lead for dim in input.dims])
 
 
-def concatenate(tiled: Any, func: Func, tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
+def concatenate(tiled: TiledForward, func: Func, tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
     """Puts tensors together along a dim that is not cut."""
     tile = find(tensors)
     if tile is None or kwargs or dim % tile.dim() in tile.dims:
@@ -223,21 +230,21 @@ def concatenate(tiled: Any, func: Func, tensors: Any, dim: int = 0, **kwargs: An
     return tile.like(func(parts, dim))
 
 
-def split(tiled: Any, func: Func, input: Tile, size: Any, dim: int = 0) -> Any:
+def split(tiled: TiledForward, func: Func, input: Tile, size: Any, dim: int = 0) -> Any:
     """Does `chunk` and `split` along a dim that is not cut."""
     if dim % input.dim() in input.dims:
         return NotImplemented
     return tree_map(input.like, func(input.local, size, dim))
 
 
-def narrow(tiled: Any, func: Func, input: Any, dim: int, *args: Any) -> Any:
+def narrow(tiled: TiledForward, func: Func, input: Any, dim: int, *args: Any) -> Any:
     """Does `narrow` and `index_select` along a dim that is not cut."""
     if not isinstance(input, Tile) or find(args) is not None or dim % input.dim() in input.dims:
         return NotImplemented
     return input.like(func(input.local, dim, *args))
 
 
-def item(tiled: Any, func: Func, input: Any, index: Any) -> Any:
+def item(tiled: TiledForward, func: Func, input: Any, index: Any) -> Any:
     """Takes slices of dims that are not cut, such as some of the channels."""
     entries = index if isinstance(index, tuple) else (index,)
     if not isinstance(input, Tile) or not all(isinstance(entry, (slice, type(...))) for entry in entries):

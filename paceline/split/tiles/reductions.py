@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.split.tiles.halo_exchange import summed
 from paceline.split.tiles.tile import Tile
 
+if TYPE_CHECKING:
+    from paceline.split.tiles.tiled_forward import TiledForward
+
 Func = Callable[..., Any]
 
 
-def add_up(tiled: Any, func: Func, input: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+def add_up(tiled: TiledForward, func: Func, input: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
     """Does `sum` and `mean`: over all that is cut, or over none of it."""
     if not isinstance(input, Tile) or not input.is_floating_point() or kwargs.get("dtype") is not None:
         return NotImplemented
@@ -26,7 +29,7 @@ def add_up(tiled: Any, func: Func, input: Any, dim: Any = None, keepdim: bool = 
     return total / math.prod(input.shape[d] for d in dims) if func.__name__ == "mean" else total
 
 
-def highest(tiled: Any, func: Func, input: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+def highest(tiled: TiledForward, func: Func, input: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
     """Does `amax`, `amin` and their like, over channels."""
     if not isinstance(input, Tile) or dim is None or kwargs:
         return NotImplemented
@@ -36,7 +39,7 @@ def highest(tiled: Any, func: Func, input: Any, dim: Any = None, keepdim: bool =
     return _kept(input, func(input.local, dim, keepdim), dims, keepdim)
 
 
-def pool_to_one(tiled: Any, func: Func, input: Tile, output_size: Any) -> Any:
+def pool_to_one(tiled: TiledForward, func: Func, input: Tile, output_size: Any) -> Any:
     """Does adaptive average pooling, if it leaves one pixel."""
     spatial = int(func.__name__[-2])
     sizes = output_size if isinstance(output_size, (tuple, list)) else [output_size] * spatial

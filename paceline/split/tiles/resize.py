@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,9 @@ import torch.nn.functional as F
 from paceline.split.tiles.halo_exchange import Widened
 from paceline.split.tiles.needed_rows import needed_rows, ranges
 from paceline.split.tiles.tile import Tile
+
+if TYPE_CHECKING:
+    from paceline.split.tiles.tiled_forward import TiledForward
 
 Func = Callable[..., Any]
 LINEAR = ("linear", "bilinear", "trilinear")
@@ -57,7 +60,7 @@ class Picked:
 
 
 def interpolate(
-    tiled: Any,
+    tiled: TiledForward,
     func: Func,
     input: Any,
     size: Any = None,
@@ -105,7 +108,7 @@ def interpolate(
     return Tile(x, input.dims, tuple(outputs[dim - 2] for dim in input.dims), tiled)
 
 
-def pixel_shuffle(tiled: Any, func: Func, input: Any, upscale_factor: int) -> Any:
+def pixel_shuffle(tiled: TiledForward, func: Func, input: Any, upscale_factor: int) -> Any:
     """Turns channels to pixels: a row becomes several, and where tiles meet one of the rows may be the neighbour's."""
     if not isinstance(input, Tile) or min(input.dims) < 2:
         return NotImplemented

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,9 @@ from paceline.split.tiles.halo_exchange import Widened
 from paceline.split.tiles.needed_rows import NeededRows, Range, output_rows, ranges, sliding, spreading
 from paceline.split.tiles.tile import Tile
 
+if TYPE_CHECKING:
+    from paceline.split.tiles.tiled_forward import TiledForward
+
 Func = Callable[..., Any]
 Lengths = Sequence[int]
 
@@ -28,7 +31,7 @@ Lengths = Sequence[int]
 class Neighbourhood:
     """One such op on one tensor: whether it is cut, and the rows it needs."""
 
-    def __init__(self, tiled: Any, func: Func, x: torch.Tensor, spatial: int, outputs: Lengths) -> None:
+    def __init__(self, tiled: TiledForward, func: Func, x: torch.Tensor, spatial: int, outputs: Lengths) -> None:
         self.tiled, self.x, self.axes = tiled, x, tiled.grid.axes
         self.dims = tuple(2 + axis.which for axis in self.axes)
         self.outputs = tuple(outputs)
@@ -105,7 +108,7 @@ def each(value: Any, spatial: int) -> tuple[int, ...]:
 
 
 def convolve(
-    tiled: Any,
+    tiled: TiledForward,
     func: Func,
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -172,7 +175,7 @@ def _uncut(cut: Neighbourhood, pads: Sequence[Range]) -> list[Range]:
 
 
 def transposed(
-    tiled: Any,
+    tiled: TiledForward,
     func: Func,
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -221,7 +224,7 @@ def transposed(
 
 
 def max_pool(
-    tiled: Any,
+    tiled: TiledForward,
     func: Func,
     input: torch.Tensor,
     kernel_size: Any,
@@ -251,7 +254,7 @@ def max_pool(
 
 
 def average_pool(
-    tiled: Any,
+    tiled: TiledForward,
     func: Func,
     input: torch.Tensor,
     kernel_size: Any,
@@ -313,7 +316,12 @@ def _counted(start: int, kernel: int, length: int, padding: int, with_padding: b
 
 
 def pad(
-    tiled: Any, func: Func, input: torch.Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
+    tiled: TiledForward,
+    func: Func,
+    input: torch.Tensor,
+    pad: Sequence[int],
+    mode: str = "constant",
+    value: float | None = None,
 ) -> Any:
     """Pads a tile with a constant."""
     if not isinstance(input, Tile) or mode != "constant":
