@@ -1,4 +1,4 @@
-"""Gradients are sent while backward still runs, each chunk once everything in it has landed."""
+"""Gradients are sent while backward still runs, each chunk once everything in it has arrived."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ def parameters_in(found: Shards, server: int, chunk: int) -> set[int]:
 
 
 @pytest.mark.parametrize("servers", [1, 2])
-def test_a_chunk_goes_when_everything_in_it_has_landed(servers: int) -> None:
+def test_a_chunk_goes_when_everything_in_it_has_arrived(servers: int) -> None:
     found = shards(servers)
-    landing = Arrival(found)
-    landing.begin()
+    arrival = Arrival(found)
+    arrival.begin()
     sent: list[int] = []
     went = threading.Semaphore(0)
 
     def send() -> None:
         for chunk in range(len(found.layouts[0].chunks)):
-            landing.wait(0, chunk)
+            arrival.wait(0, chunk)
             sent.append(chunk)
             went.release()
 
     sender = threading.Thread(target=send)
     sender.start()
-    landed: set[int] = set()
+    arrived: set[int] = set()
     for number in range(len(found.names)):  # as backward finishes them
         complete = [
             chunk
             for chunk in range(len(found.layouts[0].chunks))
-            if parameters_in(found, 0, chunk) <= landed | {number}
+            if parameters_in(found, 0, chunk) <= arrived | {number}
         ]
-        landing.landed(number)
-        landed.add(number)
+        arrival.arrived(number)
+        arrived.add(number)
         while len(sent) < len(complete):
             assert went.acquire(timeout=10)
         assert sent == complete
@@ -62,22 +62,22 @@ def test_a_chunk_goes_when_everything_in_it_has_landed(servers: int) -> None:
 
 
 def test_what_backward_did_not_use_goes_when_it_is_over() -> None:
-    landing = Arrival(shards())
-    landing.begin()
-    landing.finish()
-    landing.wait(0, 0)
-    landing.wait_for_all()
+    arrival = Arrival(shards())
+    arrival.begin()
+    arrival.finish()
+    arrival.wait(0, 0)
+    arrival.wait_for_all()
 
 
 def test_a_step_that_is_given_up_is_not_sent() -> None:
-    landing = Arrival(shards())
-    landing.begin()
-    landing.give_up()
+    arrival = Arrival(shards())
+    arrival.begin()
+    arrival.give_up()
     with pytest.raises(StepAbandoned, match="given up"):
-        landing.wait(0, 0)
-    landing.begin()
-    landing.finish()
-    landing.wait(0, 0)
+        arrival.wait(0, 0)
+    arrival.begin()
+    arrival.finish()
+    arrival.wait(0, 0)
 
 
 FAILS_IN_BACKWARD = """
@@ -93,7 +93,7 @@ def fail(gradient):
 
 def loss(model, x):
     first = model[0](x)
-    first.register_hook(fail)  # the last layer's gradients have landed, and are on their way
+    first.register_hook(fail)  # the last layer's gradients have arrived, and are on their way
     return model[1](first).square().mean()
 
 trainer = pl.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)

@@ -116,7 +116,7 @@ def test_nobody_runs_further_ahead_than_the_bound(run: Run, case: Callable[[str]
 def test_batches_are_loaded_while_others_are_computed(case: Callable[[str], dict[str, Any]]) -> None:
     told = case("ahead")
     assert told["ledger"] == "epoch 0: 240 samples, each once"
-    assert told["ahead"] >= told["own_steps"] / 2, "without promises none is; not all are, when others are quicker"
+    assert told["ahead"] >= told["own_steps"] / 2, "without reservations none is; not all are, when others are quicker"
 
 
 @pytest.mark.parametrize("name", ["one breaks", "one evaluates"])

@@ -1,4 +1,4 @@
-"""The chief's promises, whatever its replicas do: every sample counts once, and nobody waits for ever.
+"""What the chief holds to, whatever its replicas do: every sample counts once, and nobody waits for ever.
 
 A `Fleet` plays all the replicas of a run, and the servers, one event at a time. Hypothesis chooses the events: who acts
 next, who dies, who is started again, when a step is made, when the chief itself is started again. Afterwards everybody

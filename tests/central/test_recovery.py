@@ -238,7 +238,7 @@ def test_a_ticket_is_accepted_once_and_the_answer_is_not_forgotten(tmp_path: Pat
     assert training.report(0, ticket).accepted == told.accepted == 0
     assert training.report(1, held).accepted is None  # it was not in a step: its samples are free again
     assert training.container.step == 1
-    assert training.ask(1).following == (0, held.runs)  # after those that were promised to the other
+    assert training.ask(1).following == (0, held.runs)  # after those that are reserved for the other
     assert training.ask(0).ticket > held.ticket + 2
 
 

@@ -91,7 +91,7 @@ class Chief:
         held = self._held(replica)
         if held is not None:
             self._return(held)
-        self._reservations.break_off(replica)
+        self._reservations.cancel(replica)
         self._pace.leave(replica)
         self.tasks.leave(replica)
 
@@ -185,9 +185,9 @@ class Chief:
             if steps > rule.bound:
                 return Wait(f"replica {slowest}, which is {steps} steps behind")
         book = self.book(chapter)
-        taken = self._reservations.keep(replica, chapter, stop_epoch) or book.take(book.batch_size, stop_epoch)
+        taken = self._reservations.take(replica, chapter, stop_epoch) or book.take(book.batch_size, stop_epoch)
         if taken is None:
-            self._reservations.break_all()
+            self._reservations.cancel_all()
             taken = book.take(book.batch_size, stop_epoch)
         if taken is None:
             return Wait("samples that other replicas have not finished")
@@ -399,7 +399,7 @@ class Chief:
         self._members.forget_reports()
         if not changed:
             return
-        self._reservations.break_all()
+        self._reservations.cancel_all()
         step = self._open
         if step is not None:
             self._dissolve(step)

@@ -11,7 +11,7 @@ from paceline.central.chief.tickets import OpenTicket
 RECENT = 16  # durations of a replica that are looked at
 ENOUGH = 3  # so many of each there must be
 CHOOSE_EVERY = 5  # steps between two choices
-CHOOSE_GAIN = 1.05  # another number of accepted replicas must promise this much
+CHOOSE_GAIN = 1.05  # another number of accepted replicas must gain this much
 
 
 class Pace:
@@ -54,7 +54,7 @@ class Pace:
         return min(self.chosen, len(among))
 
     def _best(self, among: Sequence[int], now: float) -> int:
-        """The number that promises the most samples a second, from how long each replica took for a sample.
+        """The number that should give the most samples a second, from how long each replica took for a sample.
 
         With k accepted, each has 1/k of the batch, and the k-th fastest closes the step. Which one that is may change
         from step to step, so the last durations of all are laid side by side, and the k-th fastest is found in each

@@ -1,7 +1,7 @@
 """What async replicas have been told that they will most likely get next, so that they load it while they compute.
 
-Promised samples are out of the book like those that somebody computes, but nobody has to wait for them: when there is
-nothing else left, promises are broken, and whoever asks gets what was promised to others.
+Reserved samples are out of the book like those that somebody computes, but nobody has to wait for them: when there is
+nothing else left, reservations are cancelled, and whoever asks gets what was reserved for others.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ class Reservations:
             self._made[replica] = (chapter, *taken)
         return taken
 
-    def keep(self, replica: int, chapter: int, stop_epoch: int) -> tuple[int, Runs] | None:
-        """What was promised to it, if that is what it asks for."""
-        promised = self._made.get(replica)
-        if promised is None or promised[0] != chapter or promised[1] >= stop_epoch:
-            self.break_off(replica)
+    def take(self, replica: int, chapter: int, stop_epoch: int) -> tuple[int, Runs] | None:
+        """What was reserved for it, if that is what it asks for; else that is cancelled."""
+        reserved = self._made.get(replica)
+        if reserved is None or reserved[0] != chapter or reserved[1] >= stop_epoch:
+            self.cancel(replica)
             return None
         del self._made[replica]
-        return promised[1:]
+        return reserved[1:]
 
-    def break_off(self, replica: int) -> None:
-        promised = self._made.pop(replica, None)
-        if promised is not None:
-            chapter, epoch, runs = promised
+    def cancel(self, replica: int) -> None:
+        reserved = self._made.pop(replica, None)
+        if reserved is not None:
+            chapter, epoch, runs = reserved
             self._book(chapter).give_back(epoch, runs)
 
-    def break_all(self) -> None:
+    def cancel_all(self) -> None:
         for replica in list(self._made):
-            self.break_off(replica)
+            self.cancel(replica)

@@ -1,7 +1,7 @@
 """Gradients that are sent while backward still runs.
 
 Backward finishes parameters from the last layer to the first, which is the order in which their chunks lie. A sender
-goes along the chunks and waits at each for the gradients in it to land.
+goes along the chunks and waits at each for the gradients in it to arrive.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class Arrival:
             self._missing = self._expected.copy()
             self._finished = self._given_up = False
 
-    def landed(self, parameter: int) -> None:
+    def arrived(self, parameter: int) -> None:
         with self._changed:
             for chunk in self._chunks[parameter]:
                 self._missing[chunk] -= 1
             self._changed.notify_all()
 
     def finish(self) -> None:
-        """Backward is over: what has not landed has no gradient."""
+        """Backward is over: what has not arrived has no gradient."""
         with self._changed:
             self._finished = True
             self._changed.notify_all()
@@ -59,7 +59,7 @@ class Arrival:
             self._changed.notify_all()
 
     def wait(self, server: int, chunk: int) -> None:
-        """Until everything in that chunk has landed."""
+        """Until everything in that chunk has arrived."""
         self._wait(lambda: self._missing[server, chunk] <= 0)
 
     def wait_for_all(self) -> None:

@@ -165,7 +165,7 @@ class Client:
 
         return introduce
 
-    def _open(self, filling: InitialValues) -> None:
+    def _open(self, initial: InitialValues) -> None:
         for view in self._views:
             view.connection.call(requests.Containers(), replies.Listed)  # connects, and is introduced
             assert view.opened is not None
@@ -179,10 +179,10 @@ class Client:
         filled = all(view.opened is not None and view.opened.filled for view in self._views)
         # Before the first step somebody may still be giving the servers tables, or state.
         if not filled or (first.step == 0 and not first.reopened):
-            self.once(FillTask(), lambda: filling.fill(self._views, self.tables, self.whole))
+            self.once(FillTask(), lambda: initial.fill(self._views, self.tables, self.whole))
         self.step = first.step
         if first.reopened:
-            filling.take_what_is_not_trained(self._to_chief)
+            initial.take_what_is_not_trained(self._to_chief)
         for number in range(len(self._views)):
             self.rows.attach(number)
         self.rows.connect([self._connection(number, f"server {number}") for number in range(len(self._views))])
@@ -285,17 +285,14 @@ class Client:
             stop_epoch=stop_epoch,
             at_once=at_once,
         )
-        answer: replies.Ticket | replies.Ended | replies.Waiting
         coming, self._next = self._next, None
         # After a pause it may be late already, or of a chief that has died since: then the chief is asked whether not.
         if coming is not None and request == self._asked and time.monotonic() - self._settled_at < STILL_GOOD_S:
             return coming
         self._asked = None if at_once else request
-        if at_once:
-            kinds = (replies.Ticket, replies.Ended, replies.Waiting)
-            answer = self._to_chief.call(request, kinds, read=self._take_buffers)
-        else:
-            answer = self._to_chief.wait(request, (replies.Ticket, replies.Ended), read=self._take_buffers)
+        ask = self._to_chief.call if at_once else self._to_chief.wait
+        kinds = (replies.Ticket, replies.Ended, replies.Waiting)
+        answer: replies.Ticket | replies.Ended | replies.Waiting = ask(request, kinds, read=self._take_buffers)
         if not isinstance(answer, replies.Waiting):
             self.step = max(self.step, answer.step)
         return answer

@@ -42,14 +42,14 @@ class Pushes:
         self._push = push
         self._replica = replica
         self._announced = announced
-        self._landing = Arrival(shards)
+        self._arrival = Arrival(shards)
         self._marks = [torch.ones(len(view.layout.slots), dtype=torch.uint8) for view in views]
         self._ticket: int | None = None  # the one that is being computed
         self._early: dict[int, BackgroundJob] = {}  # by server: gradients that are being sent while backward runs
         self.collector = GradientCollector(
             [parameters[name] for name in shards.names],
             [self._destination(name) for name in shards.names],
-            self._landed if early and any(view.arena is None for view in views) else None,
+            self._arrived if early and any(view.arena is None for view in views) else None,
         )
 
     def _destination(self, name: str) -> Destination:
@@ -70,7 +70,7 @@ class Pushes:
     def begin(self, ticket: int | None) -> None:
         """A step begins: whatever backward produces from now on belongs to it."""
         self._ticket = ticket
-        self._landing.begin()
+        self._arrival.begin()
         self.collector.begin()
 
     def push(self, ticket: int, used: Sequence[bool], rows: Sequence[Sequence[Rows]]) -> None:
@@ -84,7 +84,7 @@ class Pushes:
         for number, slots in enumerate(untouched):
             self._marks[number].fill_(1)
             self._marks[number][slots] = 0
-        self._landing.finish()
+        self._arrival.finish()
         jobs = [
             early[number].result if number in early else partial(self._push_to, view, ticket, slots, own)
             for number, (view, slots, own) in enumerate(zip(self._views, untouched, rows, strict=True))
@@ -94,7 +94,7 @@ class Pushes:
     def abandon(self) -> None:
         """The step will not be completed."""
         self.collector.stop()
-        self._landing.give_up()
+        self._arrival.give_up()
         for number, job in self._early.items():
             job.wait()
             self._views[number].connection.disconnect()  # half of a gradient has been sent
@@ -108,9 +108,9 @@ class Pushes:
 
     # ── while backward runs ──────────────────────────────────────────────────────────────────────────────
 
-    def _landed(self, parameter: int) -> None:
+    def _arrived(self, parameter: int) -> None:
         """A gradient is complete. The first one of a step starts the senders."""
-        self._landing.landed(parameter)
+        self._arrival.arrived(parameter)
         if self._ticket is not None and not self._early:
             for number, view in enumerate(self._views):
                 if view.arena is None:
@@ -121,8 +121,8 @@ class Pushes:
         coding = Coding(view.layout, request.wire)
 
         def body() -> Iterator[memoryview]:
-            yield from _coded(view, coding, partial(self._landing.wait, number))
-            self._landing.wait_for_all()
+            yield from _coded(view, coding, partial(self._arrival.wait, number))
+            self._arrival.wait_for_all()
             yield bytes_of(self._marks[number])
 
         total = coding.bytes + len(view.layout.slots)

@@ -116,12 +116,10 @@ class Reader:
         """Everything about the container but its values."""
         servers, chief = self._servers()
         shards = Shards(chief.spec)
-        shapes = {tensor.name: tensor for tensor in chief.spec.tensors}
+        on = {name: tuple(sorted({part.server for part in parts})) for name, parts in shards.parts.items()}
         tensors = [
-            TensorSummary(
-                name, shapes[name].shape, shapes[name].dtype, True, tuple(sorted({part.server for part in parts}))
-            )
-            for name, parts in sorted(shards.parts.items(), key=lambda item: list(shapes).index(item[0]))
+            TensorSummary(tensor.name, tensor.shape, tensor.dtype, True, on[tensor.name])
+            for tensor in chief.spec.tensors
         ]
         everywhere = tuple(range(len(servers)))
         tensors += [

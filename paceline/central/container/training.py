@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from paceline.central.chief.tickets import End, Outcome, Wait, Work
 from paceline.central.container.bounds import check_ask, check_count, check_options
@@ -29,6 +30,8 @@ from paceline.errors import ModelError, PacelineError
 from paceline.rules import Async, Rule
 
 ANSWER_WITHIN_S = 2.0  # a wait is answered with `Waiting` at least this often
+
+Found = TypeVar("Found")
 
 
 class ContainerTraining:
@@ -128,24 +131,33 @@ class ContainerTraining:
 
     # ── work ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def ask(self, request: Ask) -> Ticket | Ended | Waiting:
-        """Work, or that there is none; waits a moment for it."""
-        give_up = time.monotonic() + (0.0 if request.at_once else ANSWER_WITHIN_S)
+    def _answer(
+        self, request: Ask | Report | Task, look: Callable[[], Found | str], *, at_once: bool = False
+    ) -> Found | Waiting:
+        """What `look` finds: a reply, or in words what is waited for. It looks again whenever something has changed."""
+        give_up = time.monotonic() + (0.0 if at_once else ANSWER_WITHIN_S)
         with self._changed:
             while True:
                 self._check(request.replica, request.incarnation)
-                if self.closer.behind and self._changed.wait(give_up - time.monotonic()):
-                    continue
-                if self.closer.behind:
-                    return Waiting(why="another server, which was started again")
-                answer = self._work_for(request)
-                if isinstance(answer, Work):
-                    return self._ticket(answer)
-                if isinstance(answer, End) and not self.closer.busy:
-                    chief = self.state.chief
-                    return Ended(step=chief.step, stop=answer.stop, loss=chief.last.loss)
+                found = "another server, which was started again" if self.closer.behind else look()
+                if not isinstance(found, str):
+                    return found
                 if not self._changed.wait(give_up - time.monotonic()):
-                    return Waiting(why=answer.why if isinstance(answer, Wait) else "the servers to update")
+                    return Waiting(why=found)
+
+    def ask(self, request: Ask) -> Ticket | Ended | Waiting:
+        """Work, or that there is none; waits a moment for it."""
+
+        def look() -> Ticket | Ended | str:
+            answer = self._work_for(request)
+            if isinstance(answer, Work):
+                return self._ticket(answer)
+            if isinstance(answer, Wait) or self.closer.busy:
+                return answer.why if isinstance(answer, Wait) else "the servers to update"
+            chief = self.state.chief
+            return Ended(step=chief.step, stop=answer.stop, loss=chief.last.loss)
+
+        return self._answer(request, look, at_once=request.at_once)
 
     def _work_for(self, request: Ask) -> Work | Wait | End:
         check_ask(request)
@@ -183,7 +195,7 @@ class ContainerTraining:
 
     def report(self, request: Report, buffers: bytes) -> Settled | Ticket | Waiting:
         """What became of a ticket whose gradient is with all servers; or more work in its place."""
-        replica, give_up = request.replica, time.monotonic() + ANSWER_WITHIN_S
+        replica = request.replica
         check_options(request.options, self.container.spec.optimizer.groups)
         with self._changed:
             self._check(replica, request.incarnation)
@@ -192,21 +204,16 @@ class ContainerTraining:
             self.state.chief.report(replica, request.ticket, request.pulled, request.loss, time.monotonic())
             self._changed.notify_all()
         self.closer.close_steps()
-        with self._changed:
-            while True:
-                self._check(replica, request.incarnation)
-                if self.closer.behind and self._changed.wait(give_up - time.monotonic()):
-                    continue
-                if self.closer.behind:
-                    return Waiting(why="another server, which was started again")
-                outcome = self.state.chief.outcome(replica, request.ticket)
-                if outcome is not None:
-                    return self._settled(replica, outcome, request.ask)
-                more = self.state.chief.more(replica, time.monotonic())
-                if more is not None:
-                    return self._ticket(more)
-                if not self._changed.wait(give_up - time.monotonic()):
-                    return Waiting(why=self.state.chief.waits(replica))
+
+        def look() -> Settled | Ticket | str:
+            chief = self.state.chief
+            outcome = chief.outcome(replica, request.ticket)
+            if outcome is not None:
+                return self._settled(replica, outcome, request.ask)
+            more = chief.more(replica, time.monotonic())
+            return self._ticket(more) if more is not None else chief.waits(replica)
+
+        return self._answer(request, look)
 
     def _settled(self, replica: int, outcome: Outcome, ask: Ask | None) -> Settled:
         coming = self._work_for(ask) if ask is not None and ask.replica == replica else None
@@ -226,21 +233,20 @@ class ContainerTraining:
     def task(self, request: Task) -> TaskPart | Result | Waiting:
         """A part of a task to do, or what came of it; waits a moment for those who are at it."""
         check_count("dataset length", request.length)
-        give_up = time.monotonic() + ANSWER_WITHIN_S
-        with self._changed:
-            while True:
-                self._check(request.replica, request.incarnation)
-                if self.state.trained and request.key.over_after_a_step:
-                    # It was started again, and runs the script from the top: all that lies behind.
-                    return Result(values=[], chief=self._speaks(request.replica))
-                answer = self.state.chief.ask_task(request.replica, request.key, request.length)
-                if isinstance(answer, tuple):
-                    part, runs = answer
-                    return TaskPart(part=part, start=runs[0].start, stop=runs[-1].stop)
-                if isinstance(answer, list):
-                    return Result(values=answer, chief=self._speaks(request.replica))
-                if not self._changed.wait(give_up - time.monotonic()):
-                    return Waiting(why=f"{answer.why} ({request.key.words})")
+
+        def look() -> TaskPart | Result | str:
+            if self.state.trained and request.key.over_after_a_step:
+                # It was started again, and runs the script from the top: all that lies behind.
+                return Result(values=[], chief=self._speaks(request.replica))
+            answer = self.state.chief.ask_task(request.replica, request.key, request.length)
+            if isinstance(answer, tuple):
+                part, runs = answer
+                return TaskPart(part=part, start=runs[0].start, stop=runs[-1].stop)
+            if isinstance(answer, list):
+                return Result(values=answer, chief=self._speaks(request.replica))
+            return f"{answer.why} ({request.key.words})"
+
+        return self._answer(request, look)
 
     def task_done(self, request: TaskDone) -> None:
         """A replica has done its part of a task."""

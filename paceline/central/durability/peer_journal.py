@@ -35,6 +35,7 @@ from paceline.central.wire.notes import ShareNotes
 from paceline.central.wire.records import AnyRecord, Made, PulledCopy, packed
 from paceline.central.wire.replies import Done, Missing
 from paceline.central.wire.requests import Forget, Keep, KeepWhole
+from paceline.central.wire.tensor_bytes import Entry, entries_of
 from paceline.errors import CheckpointError, PacelineError
 
 NOTE = "kept-by"
@@ -72,8 +73,14 @@ class KeptBy:
     incarnation: int
 
     @property
-    def keeper(self) -> int:
+    def backup(self) -> int:
+        """The server that has it."""
         return (self.server + 1) % len(self.addresses)
+
+    @property
+    def whose(self) -> dict[str, Any]:
+        """What every request about the copy says."""
+        return {"container": self.container, "server": self.server, "incarnation": self.incarnation}
 
     @classmethod
     def read(cls, folder: Path) -> KeptBy:
@@ -93,13 +100,13 @@ class KeptBy:
             raise PacelineError(f"{folder / NOTE} cannot be written ({error.strerror}): make room there") from error
 
     def connect(self, connect: Connect) -> Link:
-        names = f"server {self.server}", f"server {self.keeper}, which keeps its copy,"
-        return connect(self.addresses[self.keeper], *names, WAIT_LESS * self.timeout_s)
+        names = f"server {self.server}", f"server {self.backup}, which keeps its copy,"
+        return connect(self.addresses[self.backup], *names, WAIT_LESS * self.timeout_s)
 
 
 @dataclass(frozen=True)
 class _Whole:
-    entries: list[tuple[str, str, tuple[int, ...]]]
+    entries: list[Entry]
     notes: ShareNotes
     body: list[memoryview]
     upto: int
@@ -185,12 +192,11 @@ class PeerJournal(Journal):
 
     def snapshot(self, tensors: Mapping[str, torch.Tensor], notes: ShareNotes, *, wait: bool) -> None:
         """What is written so far is in this; call it with the lock held. `flush` sends it, whoever has to `wait`."""
-        entries = [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()]
         with self._turn:
             self.begun = True
             # A step is written before it is made. If this was taken in between, that step is sent again after it.
             self._of_step = [replace(item, upto=self._kept) for item in self._of_step]
-            whole = _Whole(entries, notes, packed(tensors.values()), self._kept)
+            whole = _Whole(entries_of(tensors.items()), notes, packed(tensors.values()), self._kept)
             self._queue = deque([whole, *self._of_step])
             self._written += 1
             self._queue[-1] = replace(self._queue[-1], upto=self._written)
@@ -257,11 +263,7 @@ class PeerJournal(Journal):
                 self._link.lost = self._on_lost
             link, position, head = self._link, self._position, self._queue[0] if self._queue else None
             items = self._next_items()
-        whose: dict[str, Any] = {
-            "container": self._kept_by.container,
-            "server": self._kept_by.server,
-            "incarnation": self._kept_by.incarnation,
-        }
+        whose = self._kept_by.whose
         if isinstance(head, _Whole):
             whole = head
             link.call(KeepWhole(**whose, entries=whole.entries, notes=whole.notes), Done, body=lambda: whole.body)
@@ -301,7 +303,7 @@ class PeerJournal(Journal):
         if note:
             self._kept_by.write(self.folder)
         if back:
-            self._say(f"{self._whose} is on server {self._kept_by.keeper} again")
+            self._say(f"{self._whose} is on server {self._kept_by.backup} again")
 
     @property
     def _whose(self) -> str:
@@ -312,7 +314,7 @@ class PeerJournal(Journal):
             said, self._protected = not self._protected or self._closed, False
         if not said:
             self._say(
-                f"server {self._kept_by.keeper} was lost, or started again: until it has {self._whose} again, that is "
+                f"server {self._kept_by.backup} was lost, or started again: until it has {self._whose} again, that is "
                 "not protected, and no push is acknowledged"
             )
 
@@ -328,7 +330,5 @@ class PeerJournal(Journal):
         """Nothing of it is needed any more, here or on the other server."""
         self.close()
         shutil.rmtree(self.folder, ignore_errors=True)
-        whose = self._kept_by
-        forget = Forget(container=whose.container, server=whose.server, incarnation=whose.incarnation)
-        with contextlib.suppress(PacelineError), contextlib.closing(whose.connect(self._connect)) as link:
-            link.call(forget, Done, timeout_s=FORGET_WITHIN_S)
+        with contextlib.suppress(PacelineError), contextlib.closing(self._kept_by.connect(self._connect)) as link:
+            link.call(Forget(**self._kept_by.whose), Done, timeout_s=FORGET_WITHIN_S)

@@ -87,17 +87,18 @@ def _recover(folder: Path, to_others: ToOthers) -> Share | None:
 def _fetch(folder: Path, to_others: ToOthers, connect: Connect, say: Say) -> Share:
     before = KeptBy.read(folder)
     kept_by = replace(before, incarnation=max(before.incarnation + 1, time.time_ns()))
-    say(f"server {kept_by.server} takes its share of container {kept_by.container!r} back from server {kept_by.keeper}")
+    say(f"server {kept_by.server} takes its share of container {kept_by.container!r} back from server {kept_by.backup}")
     body = bytearray()
-    fetch = Fetch(container=kept_by.container, server=kept_by.server, incarnation=kept_by.incarnation)
     with contextlib.closing(kept_by.connect(connect)) as link:
         kept: Kept | Missing = link.call(
-            fetch, (Kept, Missing), read=lambda channel, length: body.extend(channel.read_whole_body(length))
+            Fetch(**kept_by.whose),
+            (Kept, Missing),
+            read=lambda channel, length: body.extend(channel.read_whole_body(length)),
         )
     if isinstance(kept, Missing):
         raise PacelineError(
             f"the share of server {kept_by.server} of container {kept_by.container!r} is gone: "
-            f"server {kept_by.keeper}, which had its copy, has ended as well; remove {folder}, and go on from a "
+            f"server {kept_by.backup}, which had its copy, has ended as well; remove {folder}, and go on from a "
             "checkpoint"
         )
     share = rebuilt(named_tensors(kept.entries, body), kept.notes, to_others)

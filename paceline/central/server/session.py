@@ -55,7 +55,7 @@ class Session:
         self._channel = channel
         self._joined: tuple[ContainerTraining, int, int] | None = None
         self._same_machine = False
-        self._length = 0  # of the body of the request in hand
+        self._length = 0  # of the body of the request that is being answered
         self._room = bytearray()  # for records of another server
 
     def gone(self) -> None:
