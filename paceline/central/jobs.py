@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 
 class BackgroundJob:
-    """Something that runs in a thread of its own."""
+    """Runs something in a thread of its own."""
 
     def __init__(self, act: Callable[[], None]) -> None:
         self._act = act
@@ -25,14 +25,14 @@ class BackgroundJob:
         self._thread.join()
 
     def result(self) -> None:
-        """Waits for its end, and raises what it has raised."""
+        """Wait for its end, and raise what it has raised."""
         self.wait()
         if self._failure is not None:
             raise self._failure
 
 
 def together(jobs: Sequence[Callable[[], None]]) -> None:
-    """All at the same time; the first failure is raised when all have ended."""
+    """Do all at the same time; raise the first failure when all have ended."""
     others = [BackgroundJob(job) for job in jobs[1:]]
     try:
         jobs[0]()

@@ -75,7 +75,7 @@ class Spec(msgspec.Struct, frozen=True, array_like=True):
     tables: list[TableSpec] = []
 
     def differs_from(self, other: Spec) -> str | None:
-        """The first thing in which two specs describe another model, in words."""
+        """Return the first thing in which two specs describe another model, in words."""
         for own, its in zip(self.tensors, other.tensors, strict=False):
             if (own.name, own.shape, own.dtype) != (its.name, its.shape, its.dtype):
                 return f"{own.name} of shape {own.shape} is {its.name} of shape {its.shape} there"
@@ -97,7 +97,7 @@ def describe(
     servers: int,
     tables: Sequence[TableSpec] = (),
 ) -> Spec:
-    """The spec of a model's trained parameters."""
+    """Return the spec of a model's trained parameters."""
     tensors = []
     for name, tensor, group in named:
         if group is None:
@@ -142,7 +142,7 @@ def _arguments() -> frozenset[str]:
 
 
 def make_optimizer(spec: OptimizerSpec) -> Optimizer:
-    """The optimizer a spec names, with made-up parameters: its class and options are what matters."""
+    """Return the optimizer a spec names, with made-up parameters: its class and options are what matters."""
     kind: Any = OPTIMIZERS.get(spec.name)
     if kind is None:
         raise ModelError("optimizer", spec.name, f"this server knows {', '.join(OPTIMIZERS)}")
@@ -195,7 +195,7 @@ class Shards:
         self.layouts = [self._layout_of(server) for server in range(spec.servers)]
 
     def _layout_of(self, server: int) -> FlatLayout:
-        """The flat buffer of one server: its chunks one after another, its pieces as slots of their own."""
+        """Return the layout of one server: its chunks one after another, its pieces as slots of their own."""
         slots: list[Slot] = []
         chunks: list[Chunk] = []
         offset = 0

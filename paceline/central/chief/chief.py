@@ -40,7 +40,7 @@ from paceline.rules import Async, Rule, Sync
 
 
 class Chief:
-    """The bookkeeping of one container's training."""
+    """Keeps the books of one container's training."""
 
     def __init__(
         self, rule: Rule, replicas: int, *, warmup_steps: int = 0, warmup_epochs: int = 0, first_ticket: int = 1
@@ -99,11 +99,11 @@ class Chief:
         return self.members.get(replica) == incarnation
 
     def _held(self, replica: int) -> OpenTicket | None:
-        """The ticket that a replica is working on."""
+        """Return the ticket that a replica is working on."""
         return next((t for t in self._tickets.values() if t.replica == replica and not t.pushed), None)
 
     def _return(self, ticket: OpenTicket) -> None:
-        """Nobody will report this ticket, or nobody wants it: its samples are free again."""
+        """Take back a ticket that nobody will report, or nobody wants: its samples are free again."""
         self._tickets.pop(ticket.work.ticket, None)
         step = self._open
         if step is None or ticket not in step.tickets:
@@ -134,7 +134,7 @@ class Chief:
     # ── tickets ──────────────────────────────────────────────────────────────────────────────────────────
 
     def ask(self, replica: int, chapter: int, stop_epoch: int, now: float) -> Work | Wait | End:
-        """What `replica` shall do next in its chapter, all epochs before `stop_epoch`."""
+        """Return what `replica` shall do next in its chapter, all epochs before `stop_epoch`."""
         self._members.check(replica)
         if chapter < self.open_books.first_chapter:
             return End()
@@ -153,7 +153,7 @@ class Chief:
         return self._answer(replica, chapter, stop_epoch, now)
 
     def give_back(self, replica: int, number: int) -> None:
-        """It does something else before it computes that ticket: others may need the samples."""
+        """Take back a ticket that its holder does not compute now: others may need the samples."""
         held = self._held(replica)
         if held is not None and held.work.ticket == number:
             self._return(held)
@@ -269,7 +269,7 @@ class Chief:
 
     @property
     def accepting(self) -> int:
-        """How many replicas' gradients make a step now."""
+        """Return how many replicas' gradients make a step now."""
         if self._open is not None:
             return self._open.accept
         if isinstance(self.rule, Async):
@@ -316,7 +316,7 @@ class Chief:
             self._too_late(ticket)  # handed out under another rule
 
     def next_close(self) -> Close | None:
-        """The step that can be made now. `closed` has to follow before there is another."""
+        """Return the step that can be made now. `closed` has to follow before there is another."""
         if self._closing is not None:
             return None
         if isinstance(self.rule, Async):
@@ -362,7 +362,7 @@ class Chief:
         return close
 
     def closed(self, close: Close) -> None:
-        """All servers have made that step."""
+        """Count a step that all servers have made."""
         assert self._closing is close
         self._closing = None
         self.open_books.count(close)
@@ -387,12 +387,12 @@ class Chief:
         self.open_books.settle(ticket.replica, ticket.work.ticket, None)
 
     def outcome(self, replica: int, number: int) -> Outcome | None:
-        """What became of a ticket that was reported; None while that is open."""
+        """Return what became of a ticket that was reported; None while that is open."""
         ticket = self._tickets.get(number)
         return None if ticket is not None and ticket.replica == replica else self.open_books.outcome(replica, number)
 
     def set_rule(self, rule: Rule) -> None:
-        """From now on steps close by `rule`."""
+        """Close steps by `rule` from now on."""
         if rule == self.rule:
             return
         changed, self.rule = type(rule) is not type(self.rule), rule
@@ -408,18 +408,18 @@ class Chief:
             self._too_late(self._reported.popleft())
 
     def waits(self, replica: int) -> str:
-        """What a replica that has reported waits for, in words."""
+        """Return what a replica that has reported waits for, in words."""
         return self._open.waits_for(self.members) if self._open is not None else "the servers to update"
 
     def ask_task(self, replica: int, key: TaskKey, length: int) -> tuple[int, Runs] | Wait | list[float]:
-        """A part of a task that this replica is to do, or what came of it."""
+        """Return a part of a task that this replica is to do, or what came of it."""
         self._members.check(replica)
         return self.tasks.ask(replica, key, length, len(self.members))
 
     # ── as a value ───────────────────────────────────────────────────────────────────────────────────────
 
     def books(self) -> Books:
-        """Everything but who is there and what they hold."""
+        """Return everything but who is there and what they hold."""
         results = list(self.tasks.results.items())
         return msgspec.structs.replace(self.open_books.state(), next_ticket=self._next_ticket, results=results)
 

@@ -35,7 +35,7 @@ class Members:
         self._reports[replica] = max(self._reports.get(replica, 0), min(others, default=0))
 
     def leave(self, replica: int, incarnation: int | None) -> bool:
-        """Take it off the list, unless another process is in its place; whether it was there."""
+        """Take it off the list, unless another process is in its place; return whether it was there."""
         if incarnation is not None and self.present.get(replica, incarnation) not in (0, incarnation):
             return False
         self.places.pop(replica, None)  # the next process in that place may be elsewhere
@@ -44,7 +44,7 @@ class Members:
     # ── where they are ───────────────────────────────────────────────────────────────────────────────────
 
     def can_help(self, chapter: int, epoch: int, finished: Callable[[ScriptPlace], bool]) -> list[int]:
-        """Members that are not known to be at a place of the script where they cannot work on that epoch."""
+        """Return the members that are not known to be at a place of the script where they cannot work on that epoch."""
         found = []
         for member in self.present:
             place = self.places.get(member, (chapter, epoch + 1))
@@ -54,7 +54,7 @@ class Members:
         return found
 
     def any_before(self, chapter: int, finished: Callable[[ScriptPlace], bool]) -> bool:
-        """Whether one has work to do in an earlier chapter."""
+        """Return whether a member has work to do in an earlier chapter."""
         places = [self.places[member] for member in self.present if member in self.places]
         return any(place[0] < chapter and not finished(place) for place in places)
 
@@ -64,10 +64,10 @@ class Members:
         self._reports[replica] = self._reports.get(replica, 0) + 1
 
     def forget_reports(self) -> None:
-        """A bound is on what comes now."""
+        """Count from 0 again: a bound is on what comes now."""
         self._reports.clear()
 
     def behind(self, replica: int) -> tuple[int, int]:
-        """The slowest member, and how many tickets it is behind that replica."""
+        """Return the slowest member, and how many tickets it is behind that replica."""
         slowest = min(self.present, key=lambda member: self._reports.get(member, 0))
         return slowest, self._reports.get(replica, 0) - self._reports.get(slowest, 0)

@@ -24,7 +24,7 @@ class OpenBooks:
     # ── chapters ─────────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, number: int, length: int, batch_size: int, left_out: int) -> None:
-        """Samples of chapter `number` will be asked for."""
+        """Prepare for questions for samples of chapter `number`."""
         if number < self.first_chapter:
             return
         book = self._chapters.get(number)
@@ -40,17 +40,17 @@ class OpenBooks:
         return self._chapters[chapter]
 
     def finished(self, place: ScriptPlace) -> bool:
-        """Whether nothing is left to do for a replica at that place."""
+        """Return whether nothing is left to do for a replica at that place."""
         return self._chapters[place[0]].finished(place[1])
 
     def give_back(self, ticket: OpenTicket) -> None:
-        """The samples of that ticket are free again."""
+        """Have the samples of that ticket free again."""
         self._chapters[ticket.chapter].give_back(ticket.work.epoch, ticket.work.runs)
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────
 
     def count(self, close: Close) -> None:
-        """All servers have made that step."""
+        """Count a step that all servers have made."""
         self.step = close.step + 1
         self.last = Outcome(None, close.loss, close.samples)
         for accepted in close.accepted:
@@ -59,7 +59,7 @@ class OpenBooks:
             self.settle(accepted.replica, accepted.ticket, close.step)
 
     def count_again(self, close: Close, length: int, batch_size: int, left_out: int) -> None:
-        """A step in the log: made before this process began. The log may begin before what was loaded."""
+        """Count a step of the log, made before this process began. The log may begin before what was loaded."""
         if close.step > self.step:
             raise CheckpointError(f"the log lacks step {self.step}: it goes on with step {close.step}")
         if close.step == self.step:
@@ -72,11 +72,11 @@ class OpenBooks:
         self.staleness[staleness] = self.staleness.get(staleness, 0) + 1
 
     def settle(self, replica: int, ticket: int, step: int | None) -> None:
-        """That ticket went into a step, or into none."""
+        """Write down that a ticket went into a step, or into none."""
         self._outcomes[replica] = (ticket, Outcome(step, self.last.loss, self.last.samples))
 
     def outcome(self, replica: int, ticket: int) -> Outcome:
-        """What became of a ticket that is not open any more."""
+        """Return what became of a ticket that is not open any more."""
         settled, outcome = self._outcomes.get(replica, (None, self.last))
         return outcome if settled == ticket else self.last  # else it was given back while it was on its way
 

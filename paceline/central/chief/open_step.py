@@ -26,33 +26,33 @@ class OpenStep:
 
     @classmethod
     def over(cls, chapter: int, epoch: int, runs: Sequence[range], accept: int, helpers: int) -> OpenStep:
-        """A step over these samples, which the first `accept` of so many helpers close."""
+        """Return a step over these samples, which the first `accept` of so many helpers close."""
         size = max(1, -(-sum(map(len, runs)) // accept))
         parts = deque((part, piece) for part, piece in enumerate(cut(runs, accept)) if piece)
         return cls(chapter, epoch, size, len(parts), accept == helpers, parts, next_part=len(parts))
 
     def of(self, replica: int) -> OpenTicket | None:
-        """The ticket of that replica."""
+        """Return the ticket of that replica."""
         return next((ticket for ticket in self.tickets if ticket.replica == replica), None)
 
     def without_ticket(self, helpers: Iterable[int]) -> list[int]:
-        """Those of the helpers who may still ask for a part."""
+        """Return those of the helpers who may still ask for a part."""
         taken = {ticket.replica for ticket in self.tickets}
         return [helper for helper in helpers if helper not in taken]
 
     def share(self, helpers: int, others: int) -> int:
-        """How many parts one of the helpers should take of those for which there are not enough `others`."""
+        """Return how many parts one of the helpers should take of those for which there are not enough `others`."""
         if not self.exact:
             return 0
         return max(0, min(len(self.parts) - others, -(-len(self.parts) // max(1, helpers))))
 
     def take_parts(self, number: int) -> tuple[int, Runs]:
-        """The number of the first of so many parts, and the samples of them all."""
+        """Return the number of the first of so many parts, and the samples of them all."""
         taken = [self.parts.popleft() for _ in range(number)]
         return taken[0][0], tuple(merged(run for _, runs in taken for run in runs))
 
     def put_first(self, part: int) -> None:
-        """That part is taken next, if nobody has it."""
+        """Have that part taken next, if nobody has it."""
         for at, entry in enumerate(self.parts):
             if entry[0] == part:
                 del self.parts[at]
@@ -60,19 +60,19 @@ class OpenStep:
                 return
 
     def return_ticket(self, ticket: OpenTicket) -> bool:
-        """Nobody will report that ticket; whether its samples are a part of this step still."""
+        """Take back a ticket that nobody will report; return whether its samples are a part of this step still."""
         self.tickets.remove(ticket)
         if self.exact:
             self.parts.appendleft((ticket.work.part, ticket.work.runs))
         return self.exact
 
     def drop_reported(self, ticket: OpenTicket) -> None:
-        """That ticket will be computed again, with more samples."""
+        """Take out a ticket that will be computed again, with more samples."""
         self.tickets.remove(ticket)
         self.reported.remove(ticket)
 
     def enough(self, helpers: Iterable[int], free: int) -> list[OpenTicket]:
-        """The tickets that close it; none while others should be waited for. `free`: samples that nobody has."""
+        """Return the tickets that close it; none while others should be waited for. `free`: samples that nobody has."""
         coming = len(self.tickets) - len(self.reported)
         if self.exact:
             return [] if self.parts or coming else self.reported
@@ -81,7 +81,7 @@ class OpenStep:
         return first if len(first) >= min(self.accept, len(first) + coming + to_take) else []
 
     def waits_for(self, members: Collection[int]) -> str:
-        """Whom it waits for, in words."""
+        """Return whom it waits for, in words."""
         missing = sorted(ticket.replica for ticket in self.tickets if not ticket.pushed) or sorted(
             self.without_ticket(members)
         )

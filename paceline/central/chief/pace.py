@@ -48,7 +48,7 @@ class Pace:
     # ── the choice ───────────────────────────────────────────────────────────────────────────────────────
 
     def choose(self, among: Sequence[int], step: int, now: float) -> int:
-        """For how many of these a step should wait."""
+        """Return for how many of these a step should wait."""
         if self.chosen is None or step % CHOOSE_EVERY == 0:
             self.chosen = self._best(among, now)
         return min(self.chosen, len(among))

@@ -12,22 +12,22 @@ from paceline.data.book import Book, Runs
 
 
 class Reservations:
-    """At most one for each replica."""
+    """Keeps at most one reservation for each replica."""
 
     def __init__(self, book: Callable[[int], Book]) -> None:
-        """`book`: that of a chapter."""
+        """`book` returns that of a chapter."""
         self._book = book
         self._made: dict[int, tuple[int, int, Runs]] = {}  # by replica: chapter, epoch, samples
 
     def make(self, replica: int, chapter: int, samples: int, stop_epoch: int) -> tuple[int, Runs] | None:
-        """Epoch and samples that `replica` will get next in that chapter; None if there are none."""
+        """Return epoch and samples that `replica` will get next in that chapter; None if there are none."""
         taken = self._book(chapter).take(samples, stop_epoch)
         if taken is not None:
             self._made[replica] = (chapter, *taken)
         return taken
 
     def take(self, replica: int, chapter: int, stop_epoch: int) -> tuple[int, Runs] | None:
-        """What was reserved for it, if that is what it asks for; else that is cancelled."""
+        """Return what was reserved for it, if that is what it asks for; else cancel that."""
         reserved = self._made.get(replica)
         if reserved is None or reserved[0] != chapter or reserved[1] >= stop_epoch:
             self.cancel(replica)

@@ -22,7 +22,7 @@ class _Key(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class FillTask(_Key, frozen=True):
-    """To give a new container its values."""
+    """The first replica gives a new container its values."""
 
     words = "the initial values"
     over_after_a_step = True
@@ -30,7 +30,7 @@ class FillTask(_Key, frozen=True):
 
 
 class ResumeTask(_Key, frozen=True):
-    """To give it those of a checkpoint: the run's `number`-th."""
+    """The first replica gives the container a checkpoint's values: the run's `number`-th resume."""
 
     number: int
     words = "a resume"
@@ -38,14 +38,14 @@ class ResumeTask(_Key, frozen=True):
 
 
 class OnceTask(_Key, frozen=True):
-    """What one replica does for all, such as a save: the run's `number`-th."""
+    """One replica acts for all, as in a save: the run's `number`-th act."""
 
     number: int
     words = "a save"
 
 
 class EvaluationTask(_Key, frozen=True):
-    """Its result is the sums over all samples."""
+    """All replicas evaluate; the result is the sums over all samples."""
 
     key: EvaluationKey
     words = "an evaluation"
@@ -72,7 +72,7 @@ class _Task:
 
 
 class Tasks:
-    """Those that are being done, and what came of the others."""
+    """Knows the tasks that are being done, and what came of the others."""
 
     def __init__(self) -> None:
         self.results: dict[TaskKey, list[float]] = {}
@@ -110,7 +110,7 @@ class Tasks:
             del self._tasks[key]
 
     def leave(self, replica: int) -> None:
-        """Somebody else has to do what this replica was doing."""
+        """Have somebody else do what this replica was doing."""
         for task in self._tasks.values():
             for part in [part for part, holder in task.out.items() if holder == replica]:
                 del task.out[part]

@@ -93,11 +93,11 @@ class OpenTicket:
         return sum(map(len, self.work.runs))
 
     def staleness(self, step: int) -> int:
-        """How many steps were made since the parameters that it was computed on, when so many have been made."""
+        """Return how many steps came after the parameters that it was computed on, when so many have been made."""
         return max(0, step - self.pulled)
 
     def accepted(self, step: int, of: int, rule: Async | None) -> Accepted:
-        """What it is in a step of so many samples; an async `rule` weighs stale ones."""
+        """Return what it is in a step of so many samples; an async `rule` weighs stale ones."""
         staleness = self.staleness(step)
         return Accepted(
             ticket=self.work.ticket,

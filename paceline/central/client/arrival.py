@@ -19,7 +19,7 @@ class StepAbandoned(PacelineError):
 
 
 class Arrival:
-    """Which gradients of a step are complete."""
+    """Knows which gradients of a step are complete."""
 
     def __init__(self, shards: Shards) -> None:
         chunk_of = [
@@ -59,7 +59,7 @@ class Arrival:
             self._changed.notify_all()
 
     def wait(self, server: int, chunk: int) -> None:
-        """Until everything in that chunk has arrived."""
+        """Wait until everything in that chunk has arrived."""
         self._wait(lambda: self._missing[server, chunk] <= 0)
 
     def wait_for_all(self) -> None:

@@ -47,7 +47,7 @@ STILL_GOOD_S = 0.05  # so long a ticket that has come with an answer is not aske
 
 
 class Client:
-    """One replica of one container."""
+    """Speaks to the servers for one replica of one container."""
 
     def __init__(
         self,
@@ -328,14 +328,14 @@ class Client:
             self._to_chief.call(leave, replies.Done)
 
     def give_back(self, timeout_s: float | None = None) -> None:
-        """Something else is done before the ticket that has come with the last report: others may need its samples."""
+        """Give back the ticket that came with the last report, before something else is done: others may need it."""
         ticket, self._next = self._next, None
         if ticket is not None:
             request = requests.GiveBack(**self._mine, ticket=ticket.ticket)
             self._to_chief.call(request, replies.Done, timeout_s=timeout_s)
 
     def task(self, key: TaskKey, length: int, work: Callable[[range], list[float]]) -> list[float]:
-        """Do parts of a task until it is done, by whomever; its result."""
+        """Do parts of a task until it is done, by whomever; return its result."""
         self.give_back()
         ask = requests.Task(**self._mine, key=key, length=length)
         while isinstance(answer := self._to_chief.wait(ask, (replies.TaskPart, replies.Result)), replies.TaskPart):
@@ -346,7 +346,7 @@ class Client:
         return list(answer.values)
 
     def once(self, key: TaskKey, act: Callable[[], None]) -> None:
-        """One replica acts, whichever comes first; the others wait for it."""
+        """Have one replica act, whichever comes first; the others wait for it."""
 
         def work(_: range) -> list[float]:
             act()
@@ -359,14 +359,14 @@ class Client:
         self._to_chief.call(requests.SetRule(container=self.container, rule=rule), replies.Done)
 
     def accepting(self) -> int:
-        """How many gradients make a step now."""
+        """Return how many gradients make a step now."""
         return int(self._to_chief.call(requests.Describe(container=self.container), replies.Described).accepting)
 
     def request_stop(self) -> None:
         self._to_chief.call(requests.Stop(container=self.container), replies.Done)
 
     def books(self) -> Books:
-        """The chief's books as they are now."""
+        """Return the chief's books as they are now."""
         read: replies.BooksRead = self._to_chief.call(requests.ReadBooks(container=self.container), replies.BooksRead)
         return read.books
 
@@ -378,12 +378,12 @@ class Client:
     # ── steps that somebody else decides ─────────────────────────────────────────────────────────────────
 
     def steps_made(self) -> int:
-        """By the servers, so far."""
+        """Return how many steps the servers have made so far."""
         listed: replies.Listed = self._to_chief.call(requests.Containers(), replies.Listed)
         return next(container.step for container in listed.containers if container.name == self.container)
 
     def measure(self, close: Close) -> float:
-        """The squared length of that step's gradient."""
+        """Return the squared length of that step's gradient."""
         options = [plain_options(group) for group in self.optimizer.param_groups]
         request = requests.Apply(container=self.container, close=close, options=options, measure=True)
         return float(sum(view.connection.call(request, replies.SquaredNorm).squared for view in self._views))
@@ -402,7 +402,7 @@ class Client:
         self._to_chief.call(request, replies.Done, timeout_s=5.0)
 
     def give_up(self) -> None:
-        """From any thread: whoever waits for a server fails."""
+        """Have whoever waits for a server fail. From any thread."""
         self.rows.give_up()
         for view in self._views:
             view.connection.give_up()

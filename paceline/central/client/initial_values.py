@@ -22,7 +22,7 @@ Named = Sequence[tuple[str, torch.Tensor]]
 
 
 class InitialValues:
-    """One replica's values."""
+    """Gives servers one replica's values."""
 
     def __init__(
         self,
@@ -62,14 +62,14 @@ class InitialValues:
                 whole.put_rows(lookup.number, "", lookup.module.weight.detach())
 
     def _keys(self) -> list[tuple[str, str]]:
-        """The keys of the model's state_dict, and which tensor each is: a tied one has several."""
+        """Return the keys of the model's state_dict, and which tensor each is: a tied one has several."""
         own = own_state(self._model)
         names = {id(tensor): name for name, tensor in (*own.named_buffers(), *own.named_parameters())}
         held = own.state_dict(keep_vars=True).items()
         return [(key, names[id(value)]) for key, value in held if id(value) in names]
 
     def take_what_is_not_trained(self, chief: Connection) -> None:
-        """The model goes on with what an earlier run has left: also where nothing is trained."""
+        """Take what an earlier run has left, also where nothing is trained."""
         for frozen, tensors in ((False, self._buffers), (True, self._frozen)):
 
             def read(channel: Channel[replies.Reply], length: int, tensors: Named = tensors) -> None:
@@ -80,7 +80,7 @@ class InitialValues:
 
 
 def receive(channel: Channel[replies.Reply], tensors: Named) -> None:
-    """New values of these, one after another."""
+    """Receive new values of these, one after another."""
     for _, tensor in tensors:
         received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
         channel.read_body(bytes_of(received))

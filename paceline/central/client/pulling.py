@@ -32,7 +32,7 @@ PAUSE_S = 0.01  # between two looks at a server's memory
 
 
 class Pulls:
-    """The parameters of one replica's model."""
+    """Pulls the parameters of one replica's model."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from paceline.optim.gradients import Destination, GradientCollector, Whole
 
 
 class Pushes:
-    """The gradients of one replica."""
+    """Pushes the gradients of one replica."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Pushes:
         together(jobs)
 
     def abandon(self) -> None:
-        """The step will not be completed."""
+        """Give up a step that will not be completed."""
         self.collector.stop()
         self._arrival.give_up()
         for number, job in self._early.items():
@@ -156,7 +156,7 @@ class Pushes:
 
 
 def _coded(view: ServerView, coding: Coding, wait: Callable[[int], None] = lambda _: None) -> Iterator[memoryview]:
-    """The gradient for a server, chunk after chunk; each as soon as `wait` returns."""
+    """Yield the gradient for a server, chunk after chunk; each as soon as `wait` returns."""
     room = coding.room()
     for number, chunk in enumerate(view.layout.chunks):
         wait(number)

@@ -102,7 +102,7 @@ class Reader:
     # ── what there is ────────────────────────────────────────────────────────────────────────────────────
 
     def listing(self) -> list[replies.Listing]:
-        """All containers of the servers whose addresses were given. What lies on several of them is added up."""
+        """Return all containers of the given servers. What lies on several of them is added up."""
         found: dict[str, replies.Listing] = {}
         for connection in self._given:
             for listed in connection.call(requests.Containers(), replies.Listed).containers:
@@ -113,7 +113,7 @@ class Reader:
         return [found[name] for name in sorted(found)]
 
     def summary(self) -> Summary:
-        """Everything about the container but its values."""
+        """Return everything about the container but its values."""
         servers, chief = self._servers()
         shards = Shards(chief.spec)
         on = {name: tuple(sorted({part.server for part in parts})) for name, parts in shards.parts.items()}
@@ -153,7 +153,7 @@ class Reader:
         return self.container
 
     def _servers(self) -> tuple[list[Connection], replies.Described]:
-        """Connections to all servers of the container in its own order, and what its chief says of it."""
+        """Return connections to all servers of the container in its own order, and what its chief says of it."""
         found: dict[int, Connection] = {}
         refusal: PacelineError | None = None
         known: replies.Described | None = None
@@ -179,7 +179,7 @@ class Reader:
     # ── values ───────────────────────────────────────────────────────────────────────────────────────────
 
     def parameters(self) -> tuple[int, dict[str, torch.Tensor]]:
-        """The step, and the tensors after it under the keys of the model's state_dict."""
+        """Return the step, and the tensors after it under the keys of the model's state_dict."""
         servers, chief = self._servers()
         whole = WholeTensors(servers, Shards(chief.spec), self._name)
         copy = whole.freeze()
@@ -195,7 +195,7 @@ class Reader:
         return copy.step, {key: tensors[name] for key, name in chief.keys}
 
     def save(self, path: str | os.PathLike[str]) -> int:
-        """Write a consistent version as a safetensors file, all of it or nothing; the step it is of."""
+        """Write a consistent version as a safetensors file, all of it or nothing; return the step it is of."""
         target = Path(path)
         step, tensors = self.parameters()
         check_storable("container", tensors)
@@ -214,7 +214,7 @@ class Reader:
     # ── the container as a whole ─────────────────────────────────────────────────────────────────────────
 
     def copy(self, to: str) -> None:
-        """Another container, on the same servers, as this one is after some step."""
+        """Make another container, on the same servers, as this one is after some step."""
         servers, _ = self._servers()
         servers[0].call(requests.Copy(container=self._name, to=to), replies.Done)
 

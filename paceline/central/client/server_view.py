@@ -36,7 +36,7 @@ class ServerAddresses:
 
 @dataclass
 class ServerView:
-    """One server."""
+    """What a replica has of one server."""
 
     connection: Connection
     layout: FlatLayout
@@ -48,7 +48,7 @@ class ServerView:
     tables: list[torch.Tensor] = field(default_factory=list)  # its rows of each, if memory can be shared
 
     def use_own_memory(self, wire_name: str) -> None:
-        """The server's cannot be shared."""
+        """Use memory of this process, where the server's cannot be shared."""
         self.parameters = torch.zeros(self.layout.bytes, dtype=torch.uint8)
         self.gradients = torch.zeros(self.layout.bytes, dtype=torch.uint8)
         coding = wire(wire_name)
@@ -66,7 +66,7 @@ class ServerView:
 
 
 def into(flat: torch.Tensor) -> Callable[[Channel[replies.Reply], int], None]:
-    """Reads a reply's body into a tensor."""
+    """Return a function that reads a reply's body into a tensor."""
 
     def read(channel: Channel[replies.Reply], _: int) -> None:
         channel.read_body(bytes_of(flat))
@@ -75,13 +75,13 @@ def into(flat: torch.Tensor) -> Callable[[Channel[replies.Reply], int], None]:
 
 
 def slot_of(flat: torch.Tensor, layout: FlatLayout, number: int) -> torch.Tensor:
-    """A slot of a flat buffer, as elements in a row."""
+    """Return a slot of a flat buffer, as elements in a row."""
     slot = layout.slots[number]
     return flat[slot.offset : slot.offset + slot.bytes].view(slot.dtype)
 
 
 def server_of_all(shards: Shards, parts: Sequence[ShardPart]) -> int | None:
-    """The one server on which all parts of a parameter lie one after another; None if there is none."""
+    """Return the one server on which all parts of a parameter lie one after another; None if there is none."""
     server = parts[0].server
     slots = shards.layouts[server].slots
     for before, after in itertools.pairwise(parts):
@@ -91,6 +91,6 @@ def server_of_all(shards: Shards, parts: Sequence[ShardPart]) -> int | None:
 
 
 def as_one(flat: torch.Tensor, layout: FlatLayout, parts: Sequence[ShardPart], like: torch.Tensor) -> torch.Tensor:
-    """All parts of a parameter, which lie one after another, as one tensor of its shape."""
+    """Return all parts of a parameter, which lie one after another, as one tensor of its shape."""
     start = layout.slots[parts[0].slot].offset
     return flat[start : start + like.numel() * like.dtype.itemsize].view(like.dtype).view(like.shape)

@@ -19,7 +19,7 @@ from paceline.memory.arena import Arena
 
 
 class TableRows:
-    """The tables of one replica's model."""
+    """Looks up rows for one replica's model, and collects their gradients."""
 
     def __init__(self, tables: Sequence[Lookup], views: Sequence[ServerView], pulls: Pulls, container: str) -> None:
         self._tables = tables
@@ -72,7 +72,7 @@ class TableRows:
             self.ahead.forget()  # whatever was not used is of a version that has passed
 
     def take_gradients(self) -> list[list[Rows]]:
-        """The gradients of this step's rows, by server and table."""
+        """Return the gradients of this step's rows, by server and table."""
         found: list[list[Rows]] = [[] for _ in self._views]
         for lookup in self._tables:
             rows = lookup.take_gradient()
@@ -84,7 +84,7 @@ class TableRows:
     # ── looking up ───────────────────────────────────────────────────────────────────────────────────────
 
     def _find(self, table: int, input: torch.Tensor) -> Found:
-        """What a call of a table looks up."""
+        """Return what a call of a table looks up."""
         if self.ahead is not None and self._is_computing and torch.is_grad_enabled():
             answer = self.ahead.take(table, input)
             if answer is not None and self._is_new_enough(answer[1]):
@@ -93,13 +93,13 @@ class TableRows:
         return Found(rows, places, self._fetch(table, rows))
 
     def _is_new_enough(self, version: int) -> bool:
-        """Whether rows of that version may be used. In an async run all may, and are as stale as they are."""
+        """Return whether rows of that version may be used. In an async run all may, and are as stale as they are."""
         if not self._pulls.sync:
             self._pulls.uses_older(version)
         return version >= self._pulls.version
 
     def _fetch(self, table: int, rows: torch.Tensor) -> torch.Tensor:
-        """The values of some rows: from the servers' memory, or over TCP."""
+        """Return the values of some rows: from the servers' memory, or over TCP."""
         if len(self._views) == 1 and self._views[0].tables:
             return self._views[0].tables[table].index_select(0, rows)
         dealt = Dealt.out(rows, len(self._views))
@@ -125,7 +125,7 @@ class TableRows:
     # ── ending ───────────────────────────────────────────────────────────────────────────────────────────
 
     def give_up(self) -> None:
-        """From any thread: whoever waits for a server fails."""
+        """Have whoever waits for a server fail. From any thread."""
         for connection in self._connections:
             connection.give_up()
 

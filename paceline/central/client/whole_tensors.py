@@ -22,7 +22,7 @@ State = dict[str, Any]  # of one parameter
 
 
 class WholeTensors:
-    """A container, as one who is connected to all its servers reads it, and gives it values."""
+    """Reads a container from all its servers, and gives them values."""
 
     def __init__(
         self,
@@ -41,31 +41,31 @@ class WholeTensors:
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────
 
     def freeze(self) -> Copied:
-        """Have all servers keep a copy of everything after one and the same step."""
+        """Have all servers keep a copy of everything after one and the same step; return which."""
         copied: Copied = self._servers[0].call(requests.Freeze(container=self._container), Copied)
         return copied
 
     def thaw(self, copy: Copied) -> None:
-        """The copy has been read."""
+        """Let go of a copy that has been read."""
         for server in self._servers:
             server.call(requests.Thaw(container=self._container, number=copy.number), replies.Done)
 
     def parameters(self, copy: Copied) -> dict[str, torch.Tensor]:
-        """By name, of a frozen copy."""
+        """Return the parameters of a frozen copy, by name."""
         return self._read(self._of(copy, "parameters"))[0]
 
     def extras(self, copy: Copied) -> dict[str, torch.Tensor]:
-        """The model's buffers and the parameters that are not trained, by name, of a frozen copy."""
+        """Return the model's buffers and the parameters that are not trained, by name, of a frozen copy."""
         return _entries(self._servers[0], self._of(copy, "extras"))
 
     def books(self, copy: Copied) -> Books:
-        """The chief's, of a frozen copy."""
+        """Return the chief's books, of a frozen copy."""
         request = requests.ReadBooks(container=self._container, number=copy.number)
         read: replies.BooksRead = self._servers[0].call(request, replies.BooksRead)
         return read.books
 
     def state(self, copy: Copied) -> dict[str, State]:
-        """The optimizer's, by parameter name, of a frozen copy."""
+        """Return the optimizer's state, by parameter name, of a frozen copy."""
         by_slot = [self._state_of(server, copy) for server in self._servers]
         found: dict[str, State] = {}
         for name, shape in self._shards.shapes.items():
@@ -87,7 +87,7 @@ class WholeTensors:
         return states
 
     def table(self, copy: Copied, table: int) -> tuple[torch.Tensor, State]:
-        """A table and its optimizer state, of a frozen copy."""
+        """Return a table and its optimizer state, of a frozen copy."""
         spec = self._tables[table]
         found: State = {}
         for number, server in enumerate(self._servers):
@@ -104,7 +104,7 @@ class WholeTensors:
         return weight, found
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The summed gradients of the last step, of those parameters that have one (while recording)."""
+        """Return the summed gradients of the last step, of those parameters that have one (while recording)."""
         gradients, told = self._read(requests.ReadFrozen(container=self._container, what="sums"))
         touched = [{int(slot) for slot, _, _ in reply.entries} for reply in told]
         return {
@@ -114,7 +114,7 @@ class WholeTensors:
         }
 
     def table_gradient(self, table: int) -> torch.Tensor:
-        """The summed gradient of the last step, as a whole table."""
+        """Return the summed gradient of the last step, as a whole table."""
         spec, servers = self._tables[table], len(self._servers)
         whole = torch.zeros(spec.rows, spec.width)
         for number, server in enumerate(self._servers):
@@ -144,7 +144,7 @@ class WholeTensors:
     # ── giving ───────────────────────────────────────────────────────────────────────────────────────────
 
     def flat(self, number: int, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """A server's flat buffer with these values."""
+        """Return a server's flat buffer with these values."""
         layout = self._shards.layouts[number]
         flat = torch.zeros(layout.bytes, dtype=torch.uint8)
         for name in self._shards.names:
@@ -192,7 +192,7 @@ class WholeTensors:
             server.call(request, replies.Done, body=lambda body=body: body)  # type: ignore[misc]
 
     def give_table(self, table: int, weight: torch.Tensor, state: State) -> None:
-        """A whole table and its optimizer state, as `table` has them."""
+        """Give the servers a whole table and its optimizer state, as `table` returns them."""
         self.put_rows(table, "", weight, int(state.get("step", 0)))
         for key, value in state.items():
             if key != "step":
@@ -211,7 +211,7 @@ class WholeTensors:
 
 
 def _entries(server: Connection, request: requests.ReadFrozen) -> dict[str, Any]:
-    """Named tensors and numbers of a copy."""
+    """Return named tensors and numbers of a copy."""
     body = bytearray()
 
     def read(channel: Channel[replies.Reply], length: int) -> None:

@@ -47,7 +47,7 @@ class ModelBuffers:
             tensor.copy_(merged)
 
     def merged(self, close: Close) -> list[torch.Tensor]:
-        """What the buffers are after that step."""
+        """Return what the buffers are after that step."""
         found = [tensor for _, tensor in self._entries]
         if not found or not all(self._given.get(accepted.replica) for accepted in close.accepted):
             return found

@@ -104,7 +104,7 @@ class ChiefState:
         self.container.journal.flush()
 
     def whole(self) -> tuple[dict[str, torch.Tensor], ChiefNotes]:
-        """What a snapshot has of this, in memory of its own."""
+        """Return what a snapshot has of this, in memory of its own."""
         with self.changed:
             tensors = {f"buffer/{name}": tensor.clone() for name, tensor in self.buffers.tensors}
             tensors |= {f"frozen/{name}": tensor.clone() for name, tensor in self.frozen}

@@ -99,7 +99,7 @@ class StepCloser:
         self._on_all(apply, Done, lambda: self._container.apply(close, options, scale, noted=True))
 
     def _on_all(self, request: Request, expected: type, own: Callable[[], object]) -> list[Any]:
-        """Every server's answer to the same, at the same time; `own` is what this server does."""
+        """Ask the same of every server at the same time, and return all answers; `own` is what this server does."""
         answers: list[object] = [None] * (1 + len(self._others))
 
         def here() -> None:

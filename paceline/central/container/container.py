@@ -43,7 +43,7 @@ class FrozenCopy:
 
 
 class Container:
-    """The parameters of one name on one server."""
+    """Holds the parameters of one name on one server."""
 
     def __init__(self, name: str, spec: Spec, server: int, settings: Settings) -> None:
         self.name = name
@@ -76,7 +76,7 @@ class Container:
         return self.layout.bytes
 
     def reopen(self, spec: Spec, settings: Settings) -> None:
-        """Another run goes on with what is here: it may have other replicas, and other options of the optimizer."""
+        """Let another run go on with what is here: it may have other replicas, and other options of the optimizer."""
         with self.lock:
             if settings.run == self.settings.run:
                 return
@@ -120,7 +120,7 @@ class Container:
         self.incarnations[replica] = max(incarnation, self.incarnations.get(replica, 0))
 
     def push(self, pushed: Pushed, rows: list[Rows], *, shared: bool) -> None:
-        """A gradient lies in its replica's place now; `shared`: and what it was computed on in its own."""
+        """Take a gradient that lies in its replica's place; `shared`: and what it was computed on in its own."""
         replica, journal = pushed.replica, self.journal
         if pushed.incarnation < self.incarnations.get(replica, 0):
             raise PacelineError(f"replica {replica} was started again since: this process no longer takes part")
@@ -134,7 +134,7 @@ class Container:
             self.not_pulled.discard(replica)
 
     def take_push(self, pushed: Pushed, rows: list[Rows]) -> None:
-        """The gradient of that ticket lies in the replica's place now; these are its gradients for every table."""
+        """Take the gradient of a ticket, which lies in the replica's place, and its gradients for every table."""
         self.maker.check_slots(pushed.untouched)
         touched = self.arena.touched[pushed.replica]
         touched.fill_(1)
@@ -154,7 +154,7 @@ class Container:
         ]
 
     def check_staged(self, close: Close) -> None:
-        """Whether all gradients of a step are here; those in shared memory are not announced."""
+        """Refuse a step whose gradients are not here; those in shared memory are not announced."""
         for accepted in close.accepted:
             staged = self.staged.get(accepted.replica)
             if staged is not None and staged != accepted.ticket:
@@ -165,7 +165,7 @@ class Container:
     # ── a step ───────────────────────────────────────────────────────────────────────────────────────────
 
     def squared_norm(self, close: Close) -> float:
-        """The squared length of the step's gradient, as far as it lies here."""
+        """Return the squared length of the step's gradient, as far as it lies here."""
         check_close(close, self.settings.replicas)
         with self.lock:
             total = self.maker.squared_norm(close)
@@ -213,7 +213,7 @@ class Container:
     # ── parameters out ───────────────────────────────────────────────────────────────────────────────────
 
     def pull(self, replica: int) -> tuple[int, torch.Tensor]:
-        """The parameters as they are now, copied to where they are remembered as this replica's; and the step."""
+        """Return the step and the parameters after it, copied to where they are remembered as this replica's."""
         check_place(replica, self.settings.replicas)
         with self.lock:
             place = self.arena.pulled[replica]
@@ -222,7 +222,7 @@ class Container:
             return self.step, place
 
     def forget_pulled(self) -> None:
-        """What replicas have pulled went with the process: until they pull again, nothing is corrected by it."""
+        """Correct nothing by what replicas have pulled until they pull again: that went with the process."""
         self.not_pulled.update(range(self.settings.replicas))
 
     def freeze(self, number: int, extras: Tensors = (), books: Books | None = None) -> FrozenCopy:
@@ -256,7 +256,7 @@ class Container:
             self._frozen.pop(number, None)
 
     def sums(self) -> tuple[torch.Tensor, list[int]]:
-        """The gradient of the last step (while recording), and the slots that have one."""
+        """Return the gradient of the last step (while recording), and the slots that have one."""
         with self.lock:
             return self.maker.sums()
 
@@ -276,7 +276,7 @@ class Container:
             self.fill(step)
 
     def put_rows(self, put: RowsPut, values: torch.Tensor) -> None:
-        """Values for some rows of a table, or of its optimizer's state."""
+        """Take values for some rows of a table, or of its optimizer's state."""
         table, journal = self.tables[put.table], self.journal
         with self.lock, journal.lock:
             if len(values):

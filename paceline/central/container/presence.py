@@ -12,7 +12,7 @@ BACK_WITHIN_S = 10.0  # for all of them, when it is this server that was gone
 
 
 class Presence:
-    """The connections of a container's replicas."""
+    """Counts the connections of a container's replicas."""
 
     def __init__(self, state: ChiefState) -> None:
         self._state = state
@@ -22,12 +22,12 @@ class Presence:
 
     @property
     def members(self) -> list[int]:
-        """Replicas that are there: have come, and not left."""
+        """Return the replicas that are there: have come, and not left."""
         with self._changed:
             return [replica for replica, incarnation in sorted(self._state.chief.members.items()) if incarnation]
 
     def begin_run(self) -> None:
-        """The replicas of another run will come."""
+        """Forget who was there: the replicas of another run will come."""
         self._connections.clear()
         self._missing.clear()
 
@@ -41,7 +41,7 @@ class Presence:
             self._changed.notify_all()
 
     def check(self, replica: int, incarnation: int) -> None:
-        """Whether that process may take part. One that was gone for too long, and is back, joins again."""
+        """Refuse a process that another has followed; one that was gone for too long, and is back, joins again."""
         check_place(replica, self._state.container.settings.replicas)
         if not self._state.chief.is_member(replica, incarnation):
             self._state.chief.join(replica, incarnation)
@@ -63,7 +63,7 @@ class Presence:
             self._missing = {replica: (held, until) for replica, held in self._state.chief.members.items()}
 
     def overdue(self) -> list[tuple[int, int]]:
-        """Replicas, and their incarnations, that have not come back in time."""
+        """Return replicas, and their incarnations, that have not come back in time."""
         now = time.monotonic()
         with self._changed:
             return [(replica, held) for replica, (held, until) in self._missing.items() if now >= until]

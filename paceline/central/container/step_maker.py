@@ -111,7 +111,7 @@ class StepMaker:
             words[number + 1] += 1  # nobody must wait for a chunk that is never finished
 
     def squared_norm(self, close: Close) -> float:
-        """The squared length of the step's gradient, as far as it lies here."""
+        """Return the squared length of the step's gradient, as far as it lies here."""
         touched = self._touched(close)
         total = 0.0
         for chunk in self._layout.chunks:
@@ -125,7 +125,7 @@ class StepMaker:
         return total
 
     def sums(self) -> tuple[torch.Tensor, list[int]]:
-        """The gradient of the last step (while recording), and the slots that have one."""
+        """Return the gradient of the last step (while recording), and the slots that have one."""
         return self._sums.clone(), [slot for slot, touched in enumerate(self._last_touched) if touched]
 
     def _take_options(self, options: Sequence[Mapping[str, Option]], factor: float) -> None:
@@ -143,7 +143,7 @@ class StepMaker:
     # ── gradients ────────────────────────────────────────────────────────────────────────────────────────
 
     def _gradient(self, close: Close, chunk: Chunk, updater: _Updater) -> torch.Tensor:
-        """The weighted sum of the accepted gradients over a chunk."""
+        """Return the weighted sum of the accepted gradients over a chunk."""
         first, *others = close.accepted
         total = self._one_gradient(first, chunk, close.compensation, updater)
         if others or first.weight != 1.0:
@@ -168,13 +168,13 @@ class StepMaker:
         return relative.add_(1.0).mul_(gradient)
 
     def corrects(self, accepted: Accepted, compensation: float) -> bool:
-        """Whether that gradient is corrected for staleness."""
+        """Return whether that gradient is corrected for staleness."""
         return bool(compensation and accepted.staleness and accepted.replica not in self._not_pulled)
 
     # ── the optimizer's state ────────────────────────────────────────────────────────────────────────────
 
     def state(self) -> States:
-        """A copy, by slot."""
+        """Return a copy of the optimizer's state, by slot."""
         return {
             slot: {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
             for slot, state in self._updaters[0].optimizer.give_state().items()
@@ -186,7 +186,7 @@ class StepMaker:
             updater.optimizer.forget()
 
     def check_states(self, states: States) -> None:
-        """Whether state that was sent fits the slots here; before anything is changed."""
+        """Refuse state that does not fit the slots here; before anything is changed."""
         self.check_slots(states)
         for slot, state in states.items():
             for entry in self._entries.get(slot, ()):

@@ -35,7 +35,7 @@ Found = TypeVar("Found")
 
 
 class ContainerTraining:
-    """The training of one container."""
+    """Trains one container."""
 
     def __init__(self, container: Container, others: Sequence[Connection], *, first_ticket: int = 1) -> None:
         """`others`: connections to the other servers. `first_ticket`: see `ChiefState`."""
@@ -72,7 +72,7 @@ class ContainerTraining:
         self.closer.repeat_last_step()
 
     def compare(self, replica: int, checks: list[int]) -> None:
-        """All replicas must start from the same parameters, bit by bit."""
+        """Refuse replicas that do not start from the same parameters, bit by bit."""
         with self._changed:
             if self.state.chief.step or not checks:
                 return
@@ -126,7 +126,7 @@ class ContainerTraining:
         self.closer.check()
 
     def _speaks(self, replica: int) -> bool:
-        """Whether that replica speaks for the others."""
+        """Return whether that replica speaks for the others."""
         return replica == min(self.state.chief.members)
 
     # ── work ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -134,7 +134,7 @@ class ContainerTraining:
     def _answer(
         self, request: Ask | Report | Task, look: Callable[[], Found | str], *, at_once: bool = False
     ) -> Found | Waiting:
-        """What `look` finds: a reply, or in words what is waited for. It looks again whenever something has changed."""
+        """Return the reply that `look` finds, now or when something has changed; else it says what is waited for."""
         give_up = time.monotonic() + (0.0 if at_once else ANSWER_WITHIN_S)
         with self._changed:
             while True:
@@ -146,7 +146,7 @@ class ContainerTraining:
                     return Waiting(why=found)
 
     def ask(self, request: Ask) -> Ticket | Ended | Waiting:
-        """Work, or that there is none; waits a moment for it."""
+        """Return work, or that there is none; wait a moment for it."""
 
         def look() -> Ticket | Ended | str:
             answer = self._work_for(request)
@@ -175,7 +175,7 @@ class ContainerTraining:
         self.closer.close_steps()
 
     def buffers_now(self) -> list[memoryview]:
-        """The buffers, all as they were after one step: another may be made while they are sent."""
+        """Return the buffers, all as they were after one step: another may be made while they are sent."""
         with self._changed:
             return [memoryview(bytes(packed)) for packed in self.state.buffers.packed()]
 
@@ -194,7 +194,7 @@ class ContainerTraining:
         )
 
     def report(self, request: Report, buffers: bytes) -> Settled | Ticket | Waiting:
-        """What became of a ticket whose gradient is with all servers; or more work in its place."""
+        """Return what became of a ticket whose gradient is with all servers; or more work in its place."""
         replica = request.replica
         check_options(request.options, self.container.spec.optimizer.groups)
         with self._changed:
@@ -231,7 +231,7 @@ class ContainerTraining:
     # ── tasks ────────────────────────────────────────────────────────────────────────────────────────────
 
     def task(self, request: Task) -> TaskPart | Result | Waiting:
-        """A part of a task to do, or what came of it; waits a moment for those who are at it."""
+        """Return a part of a task to do, or what came of it; wait a moment for those who are at it."""
         check_count("dataset length", request.length)
 
         def look() -> TaskPart | Result | str:

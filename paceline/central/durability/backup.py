@@ -27,7 +27,7 @@ NO_RECORD = (ValueError, TypeError, KeyError, AttributeError, IndexError, Recurs
 
 
 class KeptShare:
-    """One server's share of one container."""
+    """A copy of one server's share of one container."""
 
     def __init__(self, incarnation: int, share: Share) -> None:
         self.lock = threading.Lock()  # guards all below
@@ -43,7 +43,7 @@ class KeptShare:
         self.incarnation = incarnation
 
     def take(self, request: Keep, body: memoryview) -> bool:
-        """The records of a message, those of them that are not here already; whether they follow what is here."""
+        """Take the records of a message that are not here already; return whether they follow what is here."""
         with self.lock:
             self.fence(request.server, request.incarnation)
             self._settle()
@@ -72,7 +72,7 @@ class KeptShare:
         self._pending = []
 
     def give(self, request: Fetch) -> tuple[Tensors, ShareNotes, int] | None:
-        """All of it, for a new process of the server whose it is."""
+        """Return all of it, for a new process of the server whose it is."""
         with self.lock:
             self.fence(request.server, request.incarnation)
             self._settle()
@@ -88,7 +88,7 @@ class KeptShare:
 
 
 class Backup:
-    """All copies that a server keeps."""
+    """Holds all copies that a server keeps."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -99,7 +99,7 @@ class Backup:
             return self._copies.get((container, server))
 
     def take_whole(self, request: KeepWhole, tensors: Tensors) -> None:
-        """A copy, in the place of what was there."""
+        """Take a copy, in the place of what was there."""
         try:
             check_notes(request.notes, request.container, request.server)
             share = rebuilt(tensors, request.notes, lambda addresses, timeout_s: [])
@@ -120,7 +120,7 @@ class Backup:
             old.close()
 
     def take(self, request: Keep, body: memoryview) -> tuple[Done | Missing, Callable[[], None] | None]:
-        """The answer, and what is to be done when that is sent; `body` must stay as it is until then."""
+        """Return the answer, and what is to be done when that is sent; `body` must stay as it is until then."""
         check_count("position", request.position)
         if len(request.lengths) != len(request.records) or min(request.lengths, default=0) < 0:
             raise PacelineError(f"{len(request.records)} records do not fit {len(request.lengths)} lengths")
@@ -146,6 +146,6 @@ class Backup:
 
     @property
     def held(self) -> Sequence[tuple[str, int]]:
-        """Containers and servers of which there are copies."""
+        """Return containers and servers of which there are copies."""
         with self._lock:
             return sorted(self._copies)

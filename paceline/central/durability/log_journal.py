@@ -81,7 +81,7 @@ class LogJournal(Journal):
         self.write(record, self.seal(record, body))
 
     def seal(self, record: AnyRecord, body: Sequence[memoryview]) -> list[memoryview]:
-        """A record as it is in the file. Its checksum takes a while."""
+        """Return a record as it is in the file. Its checksum takes a while."""
         return sealed(record, body)
 
     def write(self, record: AnyRecord, parts: Sequence[memoryview]) -> int:
@@ -163,7 +163,7 @@ class LogJournal(Journal):
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────
 
     def read_snapshot(self) -> tuple[dict[str, torch.Tensor], ShareNotes] | None:
-        """The newest one there is, and what was noted with it; None: the container had not begun."""
+        """Return the newest one there is, and what was noted with it; None: the container had not begun."""
         numbers = _numbers(self.folder, "snapshot")
         if not numbers:
             return None
@@ -217,7 +217,7 @@ class LogJournal(Journal):
 
 
 def sealed(record: AnyRecord, body: Sequence[memoryview]) -> list[memoryview]:
-    """A record as it is in the file."""
+    """Return a record as it is in the file."""
     message = msgspec.msgpack.encode(record)
     crc, size = zlib.crc32(message), 0
     for part in body:
@@ -234,7 +234,7 @@ def _head_crc(message_bytes: int, body_bytes: int, crc: int) -> int:
 
 
 def _read_log(path: Path, log: int, *, may_be_torn: bool) -> Iterator[tuple[AnyRecord, Body, int]]:
-    """Every record, its body, and where it ends."""
+    """Yield every record, its body, and where it ends."""
     offset, size, room = 0, os.fstat(log).st_size, bytearray()
 
     def damage(what: str) -> CheckpointError:

@@ -58,7 +58,7 @@ def keep(share: Share, folder: Path | None, connect: Connect | None = None, say:
 
 
 def recover(folder: Path, to_others: ToOthers, connect: Connect | None = None, say: Say = print) -> Iterator[Share]:
-    """Every share that has a journal in `folder`, or a note there where its copy is."""
+    """Yield every share that has a journal in `folder`, or a note there where its copy is."""
     for path in sorted(folder.iterdir()) if folder.exists() else []:
         if (path / NOTE).exists():
             assert connect is not None
@@ -108,7 +108,7 @@ def _fetch(folder: Path, to_others: ToOthers, connect: Connect, say: Say) -> Sha
 
 
 def rebuilt(tensors: Mapping[str, torch.Tensor], notes: ShareNotes, to_others: ToOthers) -> Share:
-    """A share as a snapshot says."""
+    """Return a share as a snapshot says."""
     container = Container(notes.name, notes.spec, notes.server, notes.settings)
     try:
         training = None

@@ -41,7 +41,7 @@ def save(share: Share, *, wait: bool) -> None:
 
 
 def whole(share: Share) -> tuple[Tensors, ShareNotes]:
-    """A snapshot, in memory of its own."""
+    """Return a snapshot, in memory of its own."""
     container = share.container
     tensors, chief = share.training.state.whole() if share.training is not None else ({}, None)
     with container.lock:
@@ -78,7 +78,7 @@ def whole(share: Share) -> tuple[Tensors, ShareNotes]:
 
 
 def waiting(container: Container) -> list[tuple[Pushed, list[Rows]]]:
-    """The gradients that are here and in no step yet."""
+    """Return the gradients that are here and in no step yet."""
     return [
         (
             Pushed(
@@ -123,7 +123,7 @@ def load(share: Share, tensors: Mapping[str, torch.Tensor], notes: ShareNotes) -
 
 
 def again(share: Share, record: AnyRecord, body: memoryview) -> None:
-    """What came after the snapshot, once more."""
+    """Have a record that came after the snapshot happen once more."""
     container = share.container
     match record:
         case Pushed():
@@ -158,7 +158,7 @@ def _push_again(container: Container, pushed: Pushed, body: memoryview) -> None:
 
 
 def _split(body: memoryview, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """The bytes of a record's body, cut; they lie where they were read to."""
+    """Return the bytes of a record's body, cut; they lie where they were read to."""
     if len(body) != sum(sizes):
         raise CheckpointError(f"a record in the log has {len(body)} bytes instead of {sum(sizes)}")
     found, start = [], 0

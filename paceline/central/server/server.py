@@ -113,7 +113,7 @@ class Server:
             self._look_once()
 
     def _look_once(self) -> None:
-        """By itself, so that between two looks nothing here holds on to a container that was dropped."""
+        """Look by itself, so that between two looks nothing holds on to a container that was dropped."""
         with self._lock:
             shares = list(self._shares.values())
         for share in shares:
@@ -157,7 +157,7 @@ class Server:
         return True
 
     def _welcome(self, channel: Channel[requests.Request], connection: socket.socket) -> None:
-        """Nobody is listened to before it has shown the token."""
+        """Listen to nobody who has not shown the token."""
         try:
             hello, _ = channel.receive(HELLO_WITHIN_S)
             channel.end_body()
@@ -192,14 +192,14 @@ class Server:
         return self.share(name).container
 
     def training(self, name: str) -> ContainerTraining:
-        """The training of a container whose chief this server is."""
+        """Return the training of a container whose chief this server is."""
         training = self.share(name).training
         if training is None:
             raise PacelineError(f"this server is not the chief of container {name!r}: ask its server 0")
         return training
 
     def open(self, request: requests.Open) -> Container:
-        """The container that a replica wants to train, which is made if it is not there."""
+        """Return the container that a replica wants to train; make it if it is not there."""
         check_open(request)
         with self._making:
             with self._lock:
@@ -250,7 +250,7 @@ class Server:
         keep(share, self._folder, self._to_backup, self.say)
 
     def save(self, name: str) -> None:
-        """What was given from outside is in the container's journal, if it has one, before that is acknowledged."""
+        """Have what was given from outside in the container's journal, if it has one, before that is acknowledged."""
         share = self.share(name)
         save(share, wait=True)
         share.container.journal.flush()
@@ -268,7 +268,7 @@ class Server:
             self.stop()
 
     def _others(self, addresses: Sequence[str], timeout_s: float) -> list[Connection]:
-        """Connections to the servers of a container whose chief this one is."""
+        """Return connections to the other servers of a container whose chief this one is."""
         how = {"token": self._token, "keys": self._keys, "who": "the chief", "timeout_s": timeout_s}
         return [
             Connection(address, name=f"server {number}", **how)  # type: ignore[arg-type]
@@ -293,7 +293,7 @@ class Server:
         share.container.journal.remove()
 
     def copy(self, request: requests.Copy) -> None:
-        """Another container out of one: all of it if this is the chief, else this server's share."""
+        """Make another container out of one: all of it if this is the chief, else this server's share."""
         check_container(request.to)
         with self._lock:
             if request.to in self._shares:

@@ -48,7 +48,7 @@ class Answer:
 
 
 class Session:
-    """One connection that has shown the token."""
+    """Serves one connection that has shown the token."""
 
     def __init__(self, server: Server, channel: Channel[requests.Request]) -> None:
         self._server = server
@@ -357,7 +357,7 @@ class Session:
 
 
 def _await_step(container: Container, at_least: int) -> replies.Waiting | None:
-    """Until so many steps have been made. A server that was started again may have yet to hear of the last one."""
+    """Wait until so many steps have been made. A server that was started again may have yet to hear of the last one."""
     give_up = time.monotonic() + ANSWER_WITHIN_S
     while container.step < at_least:
         if time.monotonic() > give_up:
@@ -367,7 +367,7 @@ def _await_step(container: Container, at_least: int) -> replies.Waiting | None:
 
 
 def _named(tensors: Sequence[tuple[str, torch.Tensor]], numbers: list[tuple[str, float]] | None = None) -> Answer:
-    """Tensors and numbers with their names."""
+    """Answer with tensors and numbers, and their names."""
     reply = replies.Tensors(entries=entries_of(tensors), numbers=numbers or [])
     return Answer(reply, [bytes_of(tensor) for _, tensor in tensors])
 

@@ -67,14 +67,14 @@ class Lookup:
         return F.embedding(found.places, found.values, padding)
 
     def rows_of(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows that an input names, each once, and which of them is where."""
+        """Return the rows that an input names, each once, and which of them is where."""
         if input.numel() and not (int(input.min()) >= 0 and int(input.max()) < self.rows):
             raise ModelError("model", self.name, f"its input has rows beyond the {self.rows} there are")
         rows, places = torch.unique(input, return_inverse=True)
         return rows, places
 
     def take_gradient(self) -> Rows:
-        """The gradient of everything looked up since the last time."""
+        """Return the gradient of everything looked up since the last time."""
         looked, self._looked = self._looked, []
         used = [(each.rows, each.values.grad) for each in looked if each.values.grad is not None]
         if not used:
@@ -89,7 +89,7 @@ class Lookup:
 
 
 def find_tables(model: nn.Module) -> list[Lookup]:
-    """The model's sparse embeddings, in order."""
+    """Return the model's sparse embeddings, in order."""
     own = own_state(model)
     uses: dict[int, int] = {}
     for module in own.modules():

@@ -20,7 +20,7 @@ CREDIT = 4  # guesses that may be wrong before there are no more; right ones giv
 
 
 def tensors_of(batch: Any) -> list[torch.Tensor | None]:
-    """All leaves of a batch, in order; None for those that are no tensors."""
+    """Return all leaves of a batch, in order; None for those that are no tensors."""
     return [leaf if isinstance(leaf, torch.Tensor) else None for leaf in tree_leaves(batch)]
 
 
@@ -61,7 +61,7 @@ class _Place:
     view: _View | None
 
     def of(self, leaves: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """A copy of what lies there: the batch is the user's, who may change it."""
+        """Return a copy of what lies there: the batch is the user's, who may change it."""
         leaf = leaves[self.leaf] if self.leaf < len(leaves) else None
         found = leaf if leaf is None or self.view is None else self.view.of(leaf)
         return None if found is None else found.detach().to(self.dtype, copy=True)
@@ -91,7 +91,7 @@ class Inputs:
         self._calls += 1
 
     def expected(self, leaves: list[torch.Tensor | None]) -> list[torch.Tensor]:
-        """What the table will most likely be called with when that batch is computed."""
+        """Return what the table will most likely be called with when that batch is computed."""
         if not self._credit:
             return []
         found = [place.of(leaves) for place in self._places if place is not None]
@@ -124,7 +124,7 @@ def _as_view(input: torch.Tensor, leaf: torch.Tensor, number: int) -> _Place | N
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """How many elements of memory it reaches over, from its first."""
+    """Return how many elements of memory it reaches over, from its first."""
     if not tensor.numel():
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))

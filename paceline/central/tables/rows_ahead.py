@@ -64,7 +64,7 @@ class _Expected:
 
 
 class RowsAhead:
-    """Of one replica, for all of its tables."""
+    """Asks ahead for one replica, for all of its tables."""
 
     def __init__(self, tables: Sequence[Lookup], servers: int, pull: PullRows) -> None:
         self._tables = tables
@@ -119,7 +119,7 @@ class RowsAhead:
             each.versions = own
 
     def take(self, table: int, input: torch.Tensor) -> tuple[Found, int] | None:
-        """What was asked for ahead for this call of a table, and after how many steps it was so."""
+        """Return what was asked for ahead for this call of a table, and after how many steps it was so."""
         self._inputs[table].called(input)
         of_table = [each for each in self._expected if each.lookup.number == table]
         if not of_table:

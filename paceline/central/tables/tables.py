@@ -84,7 +84,7 @@ class Table:
             raise PacelineError(f"a row of {self.spec.name} does not exist: this server has {self.rows}")
 
     def update(self, given: Sequence[tuple[Rows, float]], options: Options, scale: float) -> None:
-        """One step, from the replicas' gradients and what each counts."""
+        """Make one step, from the replicas' gradients and what each counts."""
         rows = self.summed(given)
         self.last = Rows(rows.ids, rows.values.clone()) if scale != 1.0 else rows
         self.steps += 1
@@ -95,7 +95,7 @@ class Table:
             self._update(self, rows.ids, gradient, options)
 
     def summed(self, given: Sequence[tuple[Rows, float]]) -> Rows:
-        """Every row once, with the weighted sum of its gradients."""
+        """Return every row once, with the weighted sum of its gradients."""
         ids = torch.cat([rows.ids for rows, _ in given])
         unique, places = torch.unique(ids, return_inverse=True)
         total = torch.zeros(len(unique), self.spec.width)
@@ -107,7 +107,7 @@ class Table:
         return Rows(unique, total)
 
     def kept(self, key: str, fill: float = 0.0) -> torch.Tensor:
-        """A value of state for every row. Zeros take no memory before they are written."""
+        """Return a value of state for every row. Zeros take no memory before they are written."""
         if key not in self.state:
             self.state[key] = table_view(_zeros(self.arena.size), self.rows, self.spec.width)
             if fill:
@@ -118,13 +118,13 @@ class Table:
         return TableCopy(self.weight.clone(), {key: value.clone() for key, value in self.state.items()}, self.steps)
 
     def put(self, key: str, start: int, values: torch.Tensor) -> None:
-        """Values for rows from `start` on: of the weight (no key), or of the state."""
+        """Write values for rows from `start` on: of the weight (no key), or of the state."""
         target = self.weight if not key else self.kept(key)
         target[start : start + len(values)] = values
 
 
 def _zeros(size: int) -> Arena:
-    """Memory that is only there where it has been written; `torch.zeros` writes all of it."""
+    """Return memory that is only there where it has been written; `torch.zeros` writes all of it."""
     return Arena.of(segment.make("table", size))
 
 

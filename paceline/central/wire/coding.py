@@ -33,12 +33,12 @@ class Coding:
         return sum(map(self.bytes_of, self._layout.chunks))
 
     def room(self) -> torch.Tensor:
-        """Memory for any one coded chunk."""
+        """Return memory for any one coded chunk."""
         most = 0 if self.exact else max(map(self.bytes_of, self._layout.chunks), default=0)
         return torch.empty(most, dtype=torch.uint8)
 
     def encode(self, flat: torch.Tensor, chunk: Chunk, room: torch.Tensor) -> torch.Tensor:
-        """The chunk's bytes: in place, or coded into `room`."""
+        """Return the chunk's bytes: in place, or coded into `room`."""
         source = flat[chunk.start : chunk.stop]
         if self.exact or chunk.dtype != torch.float32:
             return source

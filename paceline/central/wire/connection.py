@@ -26,7 +26,7 @@ Kinds = type | tuple[type, ...]
 
 
 class Connection:
-    """To one server. For one thread at a time."""
+    """A connection to one server, for one thread at a time."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Connection:
         read: Callable[[Channel[Reply], int], None] | None = None,
         timeout_s: float | None = None,
     ) -> Any:
-        """The reply to a request. `body` makes the request's body, again if need be; `read` takes the reply's."""
+        """Return the reply to a request. `body` makes the body, again if need be; `read` takes that of the reply."""
         limit = self._timeout_s if timeout_s is None else timeout_s
         give_up = time.monotonic() + limit
         pause, why = FIRST_PAUSE_S, "it does not answer"
@@ -83,7 +83,7 @@ class Connection:
             pause = min(LONGEST_PAUSE_S, 2 * pause)
 
     def wait(self, request: object, expected: Kinds, **how: Any) -> Any:
-        """The reply to a request whose answer may take others' time: asks again for as long as there is none yet."""
+        """Return the reply to a request whose answer may take others' time: ask again for as long as there is none."""
         give_up = time.monotonic() + self._timeout_s
         kinds = expected if isinstance(expected, tuple) else (expected,)
         while True:
@@ -167,7 +167,7 @@ class Connection:
             self._channel = None
 
     def give_up(self) -> None:
-        """From any thread: whoever waits in here fails."""
+        """Have whoever waits in here fail. From any thread."""
         self._given_up = True
         channel = self._channel
         if channel is not None:

@@ -79,5 +79,5 @@ Body = memoryview
 
 
 def packed(tensors: Iterable[torch.Tensor]) -> list[memoryview]:
-    """The memory of tensors, one after another."""
+    """Return the memory of tensors, one after another."""
     return [tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data for tensor in tensors]

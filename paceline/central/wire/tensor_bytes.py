@@ -23,12 +23,12 @@ def entries_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[Entry]:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
+    """Return the memory of a contiguous tensor."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def named_tensors(entries: Sequence[Entry], body: bytearray) -> dict[str, torch.Tensor]:
-    """Tensors with their names, from the bytes of all of them."""
+    """Return tensors with their names, from the bytes of all of them."""
     found, offset = {}, 0
     for name, dtype, shape in entries:
         tensor = torch.empty(shape, dtype=getattr(torch, dtype))
