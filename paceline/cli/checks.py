@@ -11,6 +11,8 @@ import errno
 import os
 import re
 import socket
+import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from paceline.cli.plan import Plan
@@ -25,8 +27,13 @@ REPLICA_BYTES = 180 << 20  # a process that has imported torch, before it has a 
 _BESIDE_A_CHECKPOINT = re.compile(r"\.(previous(-\d+)?|(step-\d+-)?[0-9a-f]{8}\.training)\.safetensors$")
 
 
-def check_script(script: str) -> None:
-    """That there is a file to run."""
+def check_script(script: str, *, module: bool = False) -> None:
+    """That there is a file to run, or a module."""
+    if module:
+        name = script.partition(".")[0]
+        if PathFinder.find_spec(name, [os.getcwd(), *sys.path]) is None:
+            raise InvalidInput("script", _short(script), f"there is no module {_short(name)}, give one as to python -m")
+        return
     if os.path.isdir(script):
         raise InvalidInput("script", script, "this is a folder, give the Python file")
     if not os.path.isfile(script):

@@ -19,7 +19,7 @@ from paceline.cli.cut import CUT_FLAGS, read_split
 from paceline.errors import StrategyError
 from paceline.exchange.board import MOST_REPLICAS
 from paceline.launch.emulate import Emulation
-from paceline.launch.supervisor import POLICIES
+from paceline.launch.job import POLICIES
 from paceline.machine import shared_words_work
 from paceline.rules import Async, Rule, Sync
 from paceline.run_place import Place, ServersPlace, check_container
@@ -90,6 +90,11 @@ class Plan:
             if own in self.given_settings and value not in (None, False):
                 words += [flag] if value is True else [flag, str(value)]
         return words
+
+    @property
+    def name(self) -> str:
+        """What to call the run: the script's file or module."""
+        return self.script.rpartition(".")[2] if self.module else Path(self.script).name
 
     def command(self) -> list[str]:
         """The arguments of `paceline` that resolve to this plan."""

@@ -32,8 +32,9 @@ from paceline.cli.unused import unused
 from paceline.launch.cores import allowed_cores, share_of_cores
 from paceline.launch.emulate import EmulatedHosts, Emulation
 from paceline.launch.hosts import supervise_hosts
+from paceline.launch.job import RunJob, RunOutcome
 from paceline.launch.replica import PARENT_VARIABLE, die_with_parent
-from paceline.launch.supervisor import RunJob, RunOutcome, Supervisor
+from paceline.launch.supervisor import Supervisor
 from paceline.machine import shared_words_work
 from paceline.run_place import INTERRUPTED
 from paceline.watch.display import choose_display, put
@@ -92,6 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_strategy_arguments(parser: argparse.ArgumentParser) -> None:
     """The script, and how it is distributed."""
     parser.add_argument("script", metavar="SCRIPT", help="a Python file that uses pl.Trainer or pl.distribute")
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as with python -m")
     group = parser.add_argument_group("replicas")
     group.add_argument("--replicas", type=whole("replicas", 1), metavar="N", help="on all machines together, default 1")
     group.add_argument(
@@ -134,10 +136,10 @@ def execute(options: argparse.Namespace) -> int:
     inside = PARENT_VARIABLE in os.environ  # on an emulated host
     if inside:
         die_with_parent()
-    check_script(options.script)
+    check_script(options.script, module=options.module)
     plan = resolve(options)
     check(plan, inside=inside)
-    folder = choose_run_folder(plan.run_folder, plan.script, host=plan.host)
+    folder = choose_run_folder(plan.run_folder, plan.name, host=plan.host)
     if plan.emulate is not None and not inside:
         return _run_on_emulated_hosts(plan, Emulation.parse(plan.emulate), folder)
     return _run_here(plan, folder)
@@ -145,7 +147,7 @@ def execute(options: argparse.Namespace) -> int:
 
 def _run_here(plan: Plan, path: Path) -> int:
     quiet = plan.quiet or plan.host > 0  # of several hosts, the first one speaks
-    display = choose_display(Path(plan.script).name, plain=plan.plain, quiet=quiet)
+    display = choose_display(plan.name, plain=plan.plain, quiet=quiet)
     folder = RunFolder(path, lambda line: display.say(f"paceline: {line}"), host=plan.host)
     job = RunJob(
         script=plan.script,
@@ -156,6 +158,7 @@ def _run_here(plan: Plan, path: Path) -> int:
         shown=plan.host == 0,
         servers=0 if plan.join is not None else plan.strategy.server_processes,
         container=path.name,
+        module=plan.module,
     )
     began = time.time()
     try:
@@ -241,7 +244,10 @@ def _summary(outcome: RunOutcome, plan: Plan, began: float) -> str:
         return f"ended with exit code {outcome.exit_code} at step {outcome.steps}"
     if not outcome.steps:
         return f"ended after {outcome.seconds:.1f} s"
-    words = [f"{outcome.steps} steps in {outcome.seconds:.1f} s", f"{outcome.samples_per_second:.0f} samples/s"]
+    words = [f"{outcome.steps - outcome.resumed_at} steps in {outcome.seconds:.1f} s"]
+    if outcome.resumed_at:
+        words.append(f"after {outcome.resumed_at} of an earlier run")
+    words.append(f"{outcome.samples_per_second:.0f} samples/s")
     if outcome.loss is not None:
         words.append(f"loss {outcome.loss:.4g}")
     if outcome.deaths:

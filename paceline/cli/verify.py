@@ -23,7 +23,8 @@ from paceline.cli.cut import add_cut_arguments
 from paceline.cli.plan import Plan, resolve
 from paceline.cli.run import add_server_arguments, add_strategy_arguments, not_used
 from paceline.errors import LaunchError, StrategyError
-from paceline.launch.supervisor import RunJob, Supervisor
+from paceline.launch.job import RunJob
+from paceline.launch.supervisor import Supervisor
 from paceline.run_place import PLACE_VARIABLE, Place, Recording
 from paceline.watch.display import choose_display
 from paceline.watch.run_folder import RunFolder
@@ -55,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
-    check_script(options.script)
+    check_script(options.script, module=options.module)
     tolerance = _tolerance(options.tolerance)
     plan = resolve(options)
     check(plan)
@@ -92,7 +93,7 @@ def _tolerance(text: str | None) -> float:
 def _run_alone(plan: Plan, recording: Recording) -> None:
     place = msgspec.json.encode(Place(row=0, rows=1, recording=recording, started_by="reference")).decode()
     outcome = subprocess.run(
-        [sys.executable, plan.script, *plan.arguments],
+        [sys.executable, *(["-m"] if plan.module else []), plan.script, *plan.arguments],
         env={**os.environ, PLACE_VARIABLE: place},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -109,7 +110,7 @@ def _run_alone(plan: Plan, recording: Recording) -> None:
 
 def _run_distributed(plan: Plan, recording: Recording, path: Path) -> None:
     place = msgspec.structs.replace(plan.place(path), recording=recording)
-    display = choose_display(Path(plan.script).name, plain=True, quiet=True)
+    display = choose_display(plan.name, plain=True, quiet=True)
     folder = RunFolder(path, lambda line: display.say(f"paceline: {line}"))
     job = RunJob(
         script=plan.script,
@@ -120,6 +121,7 @@ def _run_distributed(plan: Plan, recording: Recording, path: Path) -> None:
         shown=False,
         servers=plan.strategy.server_processes,
         container="verify",
+        module=plan.module,
     )
     try:
         outcome = Supervisor(job, folder, display).run()

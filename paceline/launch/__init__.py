@@ -1,9 +1,11 @@
 """Starting processes and keeping watch over them.
 
-- `place`: which replica a process is, and what it was given
+- `job`: what is to be started, and what came of it
 - `cores`: which cores a replica gets
-- `replica`: one replica process, seen from the supervisor and from inside
+- `replica`: one replica process, seen from the supervisor and from inside; `servers`: those of a run
 - `supervisor`: starts the replicas of a host, notices deaths, decides what happens then
+- `restarts` counts deaths, `regular_look` follows progress and stalls, `reporter` says what there is to say
+- `hosts`: the supervisors of several hosts, started and ended together
 - `emulate`: several hosts on one machine, with links of a real speed
 
 Nothing here imports torch, and nothing is imported by this file: `python -m paceline.launch.replica` has to find

@@ -11,9 +11,10 @@ import time
 from collections.abc import Mapping, Sequence
 
 from paceline.launch.cores import allowed_cores, share_of_cores
+from paceline.launch.regular_look import LOOK_EVERY_S
 from paceline.launch.replica import PARENT_VARIABLE
 from paceline.launch.signals import signals_as_bytes
-from paceline.launch.supervisor import END_GRACE_S, LOOK_EVERY_S
+from paceline.launch.supervisor import END_GRACE_S
 
 
 def supervise_hosts(commands: Sequence[Sequence[str]], environment: Mapping[str, str]) -> int:

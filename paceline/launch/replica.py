@@ -19,6 +19,7 @@ import ctypes
 import faulthandler
 import io
 import os
+import runpy
 import signal
 import struct
 import subprocess
@@ -33,6 +34,7 @@ from types import ModuleType
 import msgspec
 
 from paceline.errors import LaunchError, PacelineError
+from paceline.exchange.board import called
 from paceline.launch.cores import allowed_cores, share_of_cores
 from paceline.launch.quick_start import load_compiler_late
 from paceline.memory.heap import keep_memory
@@ -47,7 +49,8 @@ _PR_SET_PDEATHSIG = 1
 _CHUNK_BYTES = 1 << 16
 _TAIL_BYTES = 4096
 _GROUP = struct.Struct("=q")
-_OURS = (__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")  # frames not shown
+# Frames that are not shown.
+_OURS = (__file__, *(f"<frozen {name}>" for name in ("importlib._bootstrap", "importlib._bootstrap_external", "runpy")))
 
 
 # ── outside: the supervisor's hand on a replica ──────────────────────────────────────────────────────────────
@@ -56,7 +59,8 @@ _OURS = (__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstra
 class ReplicaProcess:
     """A running replica. Its process group is its own: signals of the terminal do not reach it."""
 
-    def __init__(self, script: str, arguments: Sequence[str], place: Place, log: AppendFile, guard: Guard) -> None:
+    def __init__(self, command: Sequence[str], place: Place, log: AppendFile, guard: Guard) -> None:
+        """`command`: what comes after `python`. The only process of a run may ask its user: it has our stdin."""
         threads = str(len(share_of_cores(place.row, place.rows, allowed_cores())))
         environment = {
             **os.environ,
@@ -74,8 +78,8 @@ class ReplicaProcess:
         self._guard = guard
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "paceline.launch.replica", script, *arguments],
-                stdin=subprocess.DEVNULL,
+                [sys.executable, "-m", "paceline.launch.replica", *command],
+                stdin=None if place.world == 1 else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
@@ -86,7 +90,8 @@ class ReplicaProcess:
             guard.watch(self.pid)
             self.pidfd = os.pidfd_open(self.pid)
         except OSError as error:
-            raise LaunchError(f"replica {self.rank} could not be started: {error.strerror}") from error
+            who = called(self.rank, place.strategy.devices)
+            raise LaunchError(f"{who} could not be started: {error.strerror}") from error
         streams = [stream for stream in (self._process.stdout, self._process.stderr) if stream is not None]
         self._streams = streams
         self.stdout, self.stderr = (stream.fileno() for stream in streams)
@@ -214,12 +219,16 @@ def main() -> None:
     log = _open_log(place)
     _prepare(place, log)
     load_compiler_late()
-    script = sys.argv[1]
-    sys.argv = sys.argv[1:]
+    is_module = sys.argv[1] == "-m"
+    sys.argv = sys.argv[2:] if is_module else sys.argv[1:]
+    script = sys.argv[0]
     if not getattr(sys.flags, "safe_path", False):  # Python 3.10 has no such flag
-        sys.path[0] = os.path.dirname(os.path.realpath(script))
+        sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(script))
     try:
-        _run_as_main(script)
+        if is_module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            _run_as_main(script)
     except SystemExit:
         raise
     except BaseException as error:

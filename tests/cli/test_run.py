@@ -229,6 +229,7 @@ def test_the_summary_is_the_last_line_on_stdout() -> None:
         "run_folder": "here",
         "exit_code": 0,
         "steps": 0,
+        "resumed_at": 0,
         "seconds": 0,
         "samples_per_second": 0.0,
         "deaths": 0,

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import pty
+import select
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,3 +61,61 @@ def test_verify_says_at_once_that_it_needs_a_trainer(script: str, sentence: str,
     command = [sys.executable, "-m", "paceline", "verify", "train.py", "--replicas", "2"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=45, check=False)
     assert (done.returncode, done.stderr) == (2, sentence)
+
+
+def test_a_module_runs_as_python_would_run_it(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("FACTOR = 3\n")
+    (tmp_path / "package" / "train.py").write_text(
+        "import json, sys\nfrom . import FACTOR\nprint(json.dumps([__name__, FACTOR, sys.argv[1:]]))\n"
+    )
+    command = [sys.executable, "-m", "paceline", "run", "-m", "package.train", "--quiet", "--", "--lr", "0.1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=45, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == ["__main__", 3, ["--lr", "0.1"]]
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.endswith("-train")
+    command[5] = "pakage.train"
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=45, check=False)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "paceline: script is 'pakage.train': there is no module pakage, give one as to python -m\n",
+    )
+
+
+def test_a_breakpoint_works_in_one_replica_with_the_live_table_on_the_terminal(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("secret = 41\nbreakpoint()\nprint('went on with', secret)\n")
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline", "run", "train.py"],
+        cwd=tmp_path,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "80"},
+        start_new_session=True,
+    )
+    os.close(theirs)
+    seen = b""
+
+    def until(text: bytes) -> None:
+        nonlocal seen
+        end = time.monotonic() + 30
+        while text not in seen:
+            assert time.monotonic() < end, seen
+            if select.select([ours], [], [], 0.2)[0]:
+                seen += os.read(ours, 4096)
+
+    try:
+        until(b"(Pdb) ")
+        os.write(ours, b"secret + 1\n")
+        until(b"42")
+        os.write(ours, b"secret = 7\n")
+        os.write(ours, b"continue\n")
+        until(b"went on with 7")
+        until(b"run folder")
+        assert process.wait(timeout=30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)

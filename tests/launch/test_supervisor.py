@@ -405,6 +405,17 @@ def test_restarts_are_not_endless(start: Start) -> None:
     assert (run.summary["deaths"], run.summary["restarts"]) == (2, 1)
 
 
+def test_devices_of_a_cut_replica_do_not_go_on_alone_when_all_restarts_are_used_up(start: Start) -> None:
+    script = "if me == 1: die()\ntime.sleep(60)"
+    flags = ("--stages", "2", "--on-failure", "restart", "--max-restarts", "0", "--quiet")
+    run = start(script, *flags).end(timeout_s=20)
+    assert run.code == 128 + signal.SIGKILL
+    assert run.err == (
+        "paceline: device 1 of replica 0 was killed by SIGKILL before its first step; "
+        "all restarts are used up, the run ends\n"
+    )
+
+
 def test_a_replica_started_again_is_not_left_alone_with_nobody_to_join(start: Start) -> None:
     script = """
 if me == 1 and not place.restarted:
@@ -541,7 +552,8 @@ else:
         """
 from pathlib import Path
 from paceline.run_place import Place
-from paceline.launch.supervisor import RunJob, Supervisor
+from paceline.launch.job import RunJob
+from paceline.launch.supervisor import Supervisor
 from paceline.watch.display import PlainDisplay
 from paceline.watch.run_folder import RunFolder
 

@@ -1,0 +1,45 @@
+"""What a supervisor is to start, and what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.run_place import Place
+from paceline.watch.events import STALL_S
+
+POLICIES = ("continue", "restart", "stop")
+
+
+@dataclass(frozen=True)
+class RunJob:
+    """What to start on this host. `place` is replica 0's; the others differ in their number."""
+
+    script: str
+    arguments: tuple[str, ...]
+    place: Place
+    on_failure: str = "continue"
+    max_restarts: int = 10
+    shown: bool = True  # pass on what the lowest living replica prints
+    servers: int = 0  # to start on this host
+    container: str = ""
+    stall_s: float = STALL_S
+    module: bool = False  # `script` is a module's name, as with `python -m`
+
+    @property
+    def command(self) -> list[str]:
+        """What comes after `python`."""
+        return [*(["-m"] if self.module else []), self.script, *self.arguments]
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """How a run ended."""
+
+    exit_code: int
+    steps: int
+    resumed_at: int  # of these steps, those that an earlier run had made
+    seconds: float
+    samples_per_second: float
+    deaths: int
+    restarts: int
+    loss: float | None
