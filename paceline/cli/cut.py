@@ -27,7 +27,7 @@ def add_cut_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--mesh", metavar="AXES", help="by dimension: axes and their sizes, such as data=2,model=2")
     group.add_argument("--layout", metavar="DIMS", help="which dim lies along which axis: batch=data,hidden=model")
     group.add_argument("--stages", type=whole("stages", 1), metavar="N", help="by layer, as a pipeline")
-    group.add_argument("--micro-batches", type=whole("micro-batches", 1), metavar="N", help="of the pipeline")
+    group.add_argument("--micro-batches", type=whole("micro-batches", 1), metavar="N", help="default 4 a stage")
     group.add_argument("--schedule", metavar="NAME", help="of the pipeline: 1f1b (default) or gpipe")
     group.add_argument("--cut-at", metavar="MODULES", help="where stages begin, default by measured cost")
     group.add_argument("--tiles", metavar="N|RxC", help="by image region: N rows, or 2x2")

@@ -44,8 +44,11 @@ EXAMPLES = """\
 examples:
   paceline run train.py --replicas 4
   paceline run train.py --replicas 4 -- --lr 0.1             --lr is train.py's own argument
+  paceline run -m package.train --replicas 4                 a module, as with python -m
   paceline run train.py --replicas 4 --on-failure restart    a killed replica is started again
   paceline run train.py --save-on-stop last.safetensors      Ctrl-C ends after the step, and saves
+  paceline run train.py --stages 2 --micro-batches 8         one model, cut by layers over two processes
+  paceline run train.py --replicas 4 --servers 2 --accept 3  parameters on servers; the last replica is not waited for
   paceline run train.py --replicas 4 --emulate hosts=2,link=1gbit --wire bf16
                                                              as on two machines (needs root)
   paceline run train.py --replicas 2 --join 127.0.0.1:7070 --token servers/0 --container digits
@@ -72,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     joined.add_argument("--keys", metavar="FOLDER", help="instead of a token, on other machines (paceline keys)")
     faults = parser.add_argument_group("when something happens")
     faults.add_argument("--on-failure", metavar="POLICY", help="of a killed replica: continue (default), restart, stop")
-    faults.add_argument("--max-restarts", type=whole("max-restarts", 0), metavar="N", help="default 10")
+    faults.add_argument("--max-restarts", type=whole("max-restarts", 0), metavar="N", help="at most, default 10")
     faults.add_argument("--save-on-stop", metavar="PATH", help="a checkpoint to write when stopped by Ctrl-C")
     hosts = parser.add_argument_group("several machines")
     hosts.add_argument("--nnodes", dest="hosts", type=whole("nnodes", 1), metavar="N", help="how many, default 1")
@@ -99,7 +102,7 @@ def add_strategy_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--nproc-per-node", type=whole("nproc-per-node", 1), metavar="N", help="the same, for one machine"
     )
-    group.add_argument("--wire", metavar="FORMAT", help="gradients on a link: fp32 (default), bf16, fp16, int8")
+    group.add_argument("--wire", metavar="FORMAT", help="of gradients between hosts: fp32 (default), bf16, fp16, int8")
     group.add_argument("--batchnorm", metavar="HOW", help="exact (whole batch, default) or local (as DDP)")
     group.add_argument(
         "--exchange", metavar="HOW", help="auto (default), shared or collective; with servers auto or tcp"

@@ -119,3 +119,29 @@ def test_a_breakpoint_works_in_one_replica_with_the_live_table_on_the_terminal(t
         process.kill()
         process.wait()
         os.close(ours)
+
+
+RESUMED = """
+import sys
+import torch
+import paceline as pl
+
+torch.manual_seed(0)
+model = torch.nn.Linear(1, 1)
+trainer = pl.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), lambda model, x: model(x).square().mean())
+trainer.resume("last.safetensors")
+for batch in trainer.batches(torch.arange(40.0).view(40, 1) / 40, 4, epochs=int(sys.argv[1])):
+    trainer.step(batch)
+trainer.save("last.safetensors")
+"""
+
+
+def test_a_resumed_run_counts_its_own_steps(start: Callable[..., Any], tmp_path: Path) -> None:
+    def ended(epochs: int, flags: str) -> tuple[int, int]:
+        start(RESUMED, f"--run-folder {epochs} {flags}", str(epochs), folder=tmp_path).fine()
+        last = json.loads((tmp_path / str(epochs) / "events.jsonl").read_text().splitlines()[-1])
+        return last["resumed_at"], last["steps"]
+
+    assert ended(1, "--replicas 2") == (0, 10)
+    assert ended(2, "--replicas 2") == (10, 20)
+    assert ended(3, "--servers 1") == (20, 30)
