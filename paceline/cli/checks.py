@@ -12,6 +12,7 @@ import os
 import re
 import socket
 import sys
+import tempfile
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -80,8 +81,11 @@ def _check_save(given: str) -> None:
         raise InvalidInput("save-on-stop", given, "give another name, this one is for files beside a checkpoint")
     if not os.path.isdir(folder):
         raise InvalidInput("save-on-stop", _short(given), "its folder does not exist, make it first")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise InvalidInput("save-on-stop", given, "its folder is not writable, give another")
+    try:
+        tempfile.TemporaryFile(dir=folder).close()  # permissions do not say it all: a file system may be read-only
+    except OSError as error:
+        expected = f"its folder cannot be written ({error.strerror}), give another"
+        raise InvalidInput("save-on-stop", _short(given), expected) from error
     if len(os.fsencode(path.name)) > 200:  # files beside it have longer names
         raise InvalidInput("save-on-stop", _short(given), "its name is too long, give a shorter one")
 

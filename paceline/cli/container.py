@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -87,9 +88,9 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def _check_path(path: str) -> None:
-    if Path(path).is_dir():
+    if os.path.isdir(path):
         raise InvalidInput("path", path, "this is a folder, give the name of a file in it")
-    if not Path(path).absolute().parent.is_dir():
+    if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
         raise InvalidInput("path", path, "its folder does not exist, make it first")
 
 

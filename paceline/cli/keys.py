@@ -16,6 +16,7 @@ import datetime
 import difflib
 import importlib.util
 import ipaddress
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -167,7 +168,7 @@ def make_certificate(folder: Path, role: Role, name: str, *, to: Path, days: int
 
 def _check_free(paths: Sequence[Path], force: bool) -> None:
     for path in paths:
-        if path.exists() and not force:
+        if os.path.exists(path) and not force:
             raise SecurityError(f"{path} is there already: give another folder, or --force to replace it")
 
 

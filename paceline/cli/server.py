@@ -54,11 +54,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "paceline server --dir FOLDER [flags]"
     parser.description = "Run one server that keeps parameters, until Ctrl-C."
     parser.epilog = EXAMPLES
-    parser.add_argument("--dir", dest="folder", type=Path, required=True, metavar="FOLDER", help="its token and logs")
+    parser.add_argument("--dir", dest="folder", type=_folder, required=True, metavar="FOLDER", help="token and logs")
     parser.add_argument("--listen", default=DEFAULT_LISTEN, metavar="ADDRESS:PORT", help=f"default {DEFAULT_LISTEN}")
     parser.add_argument("--token", metavar="PATH", help="use this token (file, or another server's --dir)")
     parser.add_argument("--keys", type=Path, metavar="FOLDER", help="keys to show and to demand (paceline keys make)")
     parser.add_argument("--json", action="store_true", help="say where it is, and what it held, as lines of JSON")
+
+
+def _folder(text: str) -> Path:
+    if not text:
+        raise InvalidInput("dir", text, "give the name of a folder")
+    return Path(text)
 
 
 def execute(options: argparse.Namespace) -> int:

@@ -91,7 +91,7 @@ def write_token(folder: Path) -> str:
 
 def read_token(given: Path) -> str:
     """The token in a file, or in the folder of a server."""
-    path = given if given.is_file() else given / TOKEN
+    path = given if os.path.isfile(given) else given / TOKEN
     data = _read(path, secret=True)[: _MOST_TOKEN_BYTES + 1].strip()
     if not (16 <= len(data) <= _MOST_TOKEN_BYTES and data.isascii() and data.decode().isprintable()):
         hint = "give the file that does, or a server's --dir" if path is given else "remove it, and a new one is made"
@@ -147,7 +147,7 @@ class Keys:
         return keys
 
     def check_folder(self) -> None:
-        if not self.folder.is_dir():
+        if not os.path.isdir(self.folder):
             raise SecurityError(
                 f"there is no folder {self.folder} with keys: paceline keys make {self.folder} makes one"
             )

@@ -128,6 +128,33 @@ SENTENCES = {
 }
 
 
+LONG = "a" * 5000
+ODD = [
+    *(["server", "--dir", "d", *odd] for odd in (["--token", LONG], ["--keys", LONG], ["--listen", "127.0.0.1:²"])),
+    ["server", "--dir", "d", "--listen", f"127.0.0.1:{'9' * 5000}"],
+    *(["server", "--dir", odd] for odd in ("", LONG)),
+    ["keys", "make", LONG, "--name", "x"],
+    ["keys", "show", LONG],
+    *(["container", "list", "--at", "127.0.0.1:1", odd, LONG] for odd in ("--token", "--keys")),
+    ["container", "save", "a", LONG, "--at", "127.0.0.1:1", "--token", "folder"],
+    ["dims", LONG],
+    *(["run", "train.py", "--join", "127.0.0.1:1", odd, LONG] for odd in ("--token", "--keys", "--container")),
+    *(["run", "train.py", "--save-on-stop", odd] for odd in ("/proc/x.safetensors", f"{LONG}.safetensors")),
+    ["run", "train.py", "--run-folder", LONG],
+    ["run", "-m", LONG],
+    ["run", "-m", "..x"],
+    ["run", "tr\udcffain.py"],
+    ["run", "train.py", "--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", f"{LONG}:1"],
+]
+
+
+@pytest.mark.parametrize("words", ODD, ids=[f"{words[0]}-{n}" for n, words in enumerate(ODD)])
+def test_a_value_that_no_system_call_would_take_is_answered_with_a_sentence(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(capsys, *words)
+
+
 @pytest.mark.parametrize("line", SENTENCES)
 def test_bad_input_is_refused_in_one_sentence_that_says_what_would_be_right(
     line: str, capsys: pytest.CaptureFixture[str]
