@@ -82,6 +82,7 @@ class Owner:
 
         def measure(number: int) -> None:
             gradient = self.gradient(members, number)
+            gradient = torch.view_as_real(gradient) if gradient.is_complex() else gradient
             self._arena.norms[number] = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
 
         self._finish(members, Word.NORMED, measure)

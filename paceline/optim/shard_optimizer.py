@@ -63,6 +63,8 @@ class ShardOptimizer:
         self._known = type(optimizer) in KNOWN
         self._held: dict[int, list[_PieceState]] = {}
         self._group_sizes = group_sizes(optimizer)
+        with_complex = {slot.group for slot in self._layout.slots if slot.dtype.is_complex}
+        self._fusable = set(range(len(self._group_sizes))) - with_complex if type(optimizer) in FUSED else set()
         self._groups: list[dict[str, Any]] = []
         self.refresh_options()
 
@@ -70,10 +72,10 @@ class ShardOptimizer:
         """Take over learning rates and other options, which the user or a scheduler may have changed."""
         refuse_added_parameters(self._users, self._group_sizes)
         self._groups = [options_of(group) for group in self._users.param_groups]
-        if type(self._users) in FUSED:
-            for group in self._groups:
-                if not group.get("foreach") and group.get("fused") is None and not group.get("differentiable"):
-                    group["fused"] = True
+        for number in self._fusable:
+            group = self._groups[number]
+            if not group.get("foreach") and group.get("fused") is None and not group.get("differentiable"):
+                group["fused"] = True
 
     def options_fingerprint(self) -> int:
         """Equal on all replicas, or they no longer train the same model. What updates count is in the arena."""

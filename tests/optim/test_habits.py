@@ -60,3 +60,44 @@ def test_a_cycle_of_rates_and_momenta_is_the_same_with_servers(optimizer: str, s
     plain, mirrored, servers = (run.fine().told("losses") for run in runs)
     assert mirrored == pytest.approx(plain, rel=1e-9)
     assert servers == pytest.approx(plain, rel=1e-9)
+
+
+FOURIER = """
+import json
+import torch
+from torch import nn
+import paceline as pl
+
+class Spectrum(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 40, 40, dtype=torch.complex128) * 0.1)
+        self.last = nn.Linear(8, 1).double()
+
+    def forward(self, x):
+        waves = torch.einsum("bik,kio->bok", torch.fft.rfft(x), self.weight)
+        return self.last(torch.fft.irfft(waves, n=8)).mean(1)
+
+for name, options in {"SGD": {"lr": 0.05, "momentum": 0.9}, "Adam": {"lr": 0.01}, "RMSprop": {"lr": 0.01}}.items():
+    torch.manual_seed(0)
+    model = Spectrum()
+    optimizer = getattr(torch.optim, name)(model.parameters(), **options)
+    trainer = pl.Trainer(model, optimizer, lambda model, x: (model(x) - 1).square().mean(), clip_norm=0.5)
+    data = torch.randn(32, 40, 8, dtype=torch.float64)
+    print(json.dumps({name: [trainer.step(batch) for batch in trainer.batches(data, batch_size=8, epochs=2)]}))
+    trainer.close()
+"""
+
+
+def test_complex_parameters_are_trained_or_refused(start: Start) -> None:
+    plain, *mirrored = (start(FOURIER, flags) for flags in (None, "--replicas 1", "--replicas 2"))
+    servers = start(FOURIER, "--replicas 2 --servers 1")
+    plain.fine()
+    for run in mirrored:
+        run.fine()
+        for name in ("SGD", "Adam", "RMSprop"):
+            assert run.told(name) == pytest.approx(plain.told(name), rel=1e-12), name
+    assert servers.end().code == 1
+    assert servers.sentence.endswith(
+        "model is 'weight': it is of type complex128; servers hold float32, float64, bfloat16, float16"
+    )
