@@ -291,7 +291,7 @@ def test_other_uses_of_a_gradient_are_as_in_plain_torch(loss: Loss, lands: bool,
         assert counted
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # torch's own
 def test_forward_derivatives_are_as_in_plain_torch() -> None:
     model = Twice()
     collector = GradientCollector(
