@@ -20,6 +20,7 @@ from paceline.split.values import Layout, Stages, Tiles, Wavefront
 from paceline.strategy import Centralized, Mirrored
 
 if TYPE_CHECKING:
+    from paceline.collectives import barrier, broadcast, gather, mean
     from paceline.distributed import distribute, place
     from paceline.serve.predictor import load
     from paceline.trainer import Trainer
@@ -37,15 +38,23 @@ __all__ = [
     "Trainer",
     "Wavefront",
     "__version__",
+    "barrier",
+    "broadcast",
     "distribute",
+    "gather",
     "load",
+    "mean",
     "place",
 ]
 
 _LAZY = {
     "Trainer": "paceline.trainer",
+    "barrier": "paceline.collectives",
+    "broadcast": "paceline.collectives",
     "distribute": "paceline.distributed",
+    "gather": "paceline.collectives",
     "load": "paceline.serve.predictor",
+    "mean": "paceline.collectives",
     "place": "paceline.distributed",
 }
 

@@ -275,8 +275,12 @@ def late():
         refused = str(error)
     print(json.dumps({"late": refused}))
 
+def together():
+    pl.barrier()
+    print(json.dumps({"together": [pl.mean(1.5), len(pl.gather("é")) / me.world, pl.broadcast(me.rank)]}))
+
 for case in (gradients, clipped, accumulated, scheduled, resumed, closure, unfrozen, written_in_place, averaged, copied,
-             reparametrized, replaced_buffers, other_optimizers, late):
+             reparametrized, replaced_buffers, other_optimizers, together, late):
     case()
 """
 
@@ -316,7 +320,7 @@ def three(start: Start) -> Run:
 def assert_numbers_of(alone: Run, replicas: list[list[dict[str, list[float]]]]) -> None:
     """`replicas`: what each of them said."""
     expected = {case: numbers for line in alone.said(0) for case, numbers in line.items() if case != "late"}
-    assert len(expected) == 19
+    assert len(expected) == 20
     for said in replicas:
         found = {case: numbers for line in said for case, numbers in line.items()}
         for case, numbers in expected.items():

@@ -9,7 +9,8 @@ import paceline
 def test_exported_names() -> None:
     values = ["Async", "Centralized", "Layout", "Mirrored", "Stages", "Sync", "Tiles", "Wavefront"]
     doors = ["PacelineError", "Trainer", "__version__", "distribute", "load", "place"]
-    assert sorted(paceline.__all__) == sorted(values + doors)
+    together = ["barrier", "broadcast", "gather", "mean"]
+    assert sorted(paceline.__all__) == sorted(values + doors + together)
     for name in paceline.__all__:
         assert getattr(paceline, name) is not None
 

@@ -90,6 +90,8 @@ class Word(enum.IntEnum):
     ARENAS = 23  # how many arenas it has had
     LANDED = 25  # the op, and how many buckets of its gradients are complete in this replica's buffer
     RETRIES = 24  # tries that had to be repeated because a member was lost
+    GIVES = 28  # bytes of what it gives to a call of its script
+    SEGMENT = 29  # descriptor of the memory it has made for such a call
     DESCRIPTOR = 32  # the arenas it holds open: arena number and file descriptor, a word each, taking turns
 
 
@@ -101,9 +103,15 @@ class Kind(enum.IntEnum):
     EVALUATE = 2
     SAVE = 3
     UPDATE = 4
+    BARRIER = 5
+    MEAN = 6
+    GATHER = 7
+    BROADCAST = 8
 
     @property
     def words(self) -> str:
+        if self >= Kind.BARRIER:
+            return f"calls pl.{self.name.lower()}"
         return ("builds a trainer", "takes a step", "evaluates", "saves or resumes", "updates")[self.value]
 
 
@@ -128,6 +136,7 @@ class Phase(enum.IntEnum):
     AWAITING_WORK = 15  # from the chief of a centralized run
     AWAITING_SERVERS = 16
     AWAITING_DEVICES = 17  # of the same replica, whose model is cut
+    AWAITING_OTHERS = 18  # in a call of the script's: pl.barrier, pl.mean …
 
     @property
     def words(self) -> str:
@@ -368,7 +377,14 @@ class Board:
 
         self.wait(members.replica, phase, ready, timeout_s)
 
-    def await_posts(self, members: Members, among: Sequence[int], number: int, timeout_s: float) -> None:
+    def await_posts(
+        self,
+        members: Members,
+        among: Sequence[int],
+        number: int,
+        timeout_s: float,
+        phase: Phase = Phase.AWAITING_STATISTICS,
+    ) -> None:
         """Until everybody in `among` has posted contribution `number` of this try of this op."""
         wanted = members.tag << COLLECTIVE_BITS | number
         pending = list(among)
@@ -377,7 +393,7 @@ class Board:
             pending[:] = [other for other in pending if not self._reached(other, members, Word.POSTED, wanted)]
             return not pending
 
-        self.wait(members.replica, Phase.AWAITING_STATISTICS, ready, timeout_s)
+        self.wait(members.replica, phase, ready, timeout_s)
 
     def _reached(self, other: int, members: Members, word: int, wanted: int) -> bool:
         # The order of the looks matters: who is seen dead first cannot write afterwards, and whoever wrote the

@@ -3,15 +3,19 @@
 attempt   try an op with all members; when one dies before it is complete, try again without it
 meet      go on when everybody is here
 once      the first member acts, everybody goes on when that is done
+attach    open the memory that another one holds
 finish    everybody works on its own shard; the lowest-ranked survivor finishes those of the dead
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from paceline.errors import ArenaError
 from paceline.exchange.board import Board, Kind, MemberLost, Members, Phase, Word
+from paceline.memory.arena import Arena
 
 T = TypeVar("T")
 
@@ -69,6 +73,20 @@ class Together:
 
         self.attempt(one_try)
         self.board.enter(self.replica, Phase.BETWEEN)
+
+    def attach(self, holder: int, process: int, descriptor: int) -> Arena:
+        """The arena that replica `holder`, which is this process, holds open as `descriptor`; `MemberLost` if it has
+        died meanwhile."""
+        try:
+            return Arena.attach(process, descriptor)
+        except ArenaError:
+            # It may have died a moment ago: then the supervisor is about to say so.
+            give_up = time.monotonic() + 1.0
+            while self.board.alive(holder):
+                if time.monotonic() > give_up:
+                    raise
+                time.sleep(0.001)
+            raise MemberLost from None
 
     def finish(
         self,

@@ -66,8 +66,9 @@ def open_mirrored(training: Training, tables: OpenTables) -> MirroredEngine:
     )
 
 
-def meet(model: nn.Module, place: Place) -> tuple[Place, Board, Links | None]:
-    """Find the others: this replica's place among those who share its memory, their board, the links to the rest."""
+def meet(model: nn.Module, place: Place, *, purpose: str = "owner") -> tuple[Place, Board, Links | None]:
+    """Find the others: this replica's place among those who share its memory, their board, the links to the rest.
+    Links of another `purpose` are others."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     apart = place.strategy.exchange == "collective" or device.type != "cpu" or not shared_words_work()
     store = _store(place) if place.hosts > 1 or place.board is None or (apart and place.world > 1) else None
@@ -77,10 +78,10 @@ def meet(model: nn.Module, place: Place) -> tuple[Place, Board, Links | None]:
     assert place.board is not None
     if not apart:
         board = Board(place.board)
-        name = f"owner-{place.row}/{board.get(place.row, Word.ARENAS)}"
+        name = f"{purpose}-{place.row}/{board.get(place.row, Word.ARENAS)}"
         return place, board, _links(place, store, name, place.host, place.hosts, device)
     board = Board(place.board, only_row=place.row)
-    name = f"replicas/{board.get(0, Word.ARENAS)}"
+    name = f"{purpose}/replicas/{board.get(0, Word.ARENAS)}"
     links = _links(place, store, name, place.rank, place.world, device)
     return msgspec.structs.replace(place, row=0, rows=1), board, links
 

@@ -6,7 +6,6 @@ then let go of their own copy. A replica that was started again takes what it fi
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,10 +15,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.errors import ArenaError, ModelError, ReplicaDied
+from paceline.errors import ModelError, ReplicaDied
 from paceline.exchange.board import Kind, MemberLost, Members, Phase
 from paceline.exchange.together import Together
-from paceline.memory.arena import Arena
 from paceline.memory.layout import aligned
 from paceline.memory.model_arena import ModelArena, Sizes
 from paceline.optim.model_in_arena import SMALLEST_SCRATCH_BYTES, ModelInArena
@@ -105,16 +103,7 @@ class SharedModel(ModelInArena):
         if held is None:
             raise MemberLost
         holder, process, descriptor = held
-        try:
-            arena = Arena.attach(process, descriptor)
-        except ArenaError:
-            # It may have died a moment ago: then the supervisor is about to say so.
-            give_up = time.monotonic() + 1.0
-            while board.alive(holder):
-                if time.monotonic() > give_up:
-                    raise
-                time.sleep(0.001)
-            raise MemberLost from None
+        arena = self._together.attach(holder, process, descriptor)
         _compare_descriptions(self.layout.describe(), ModelArena.described(arena), self._replica, holder)
         self.arena = ModelArena(arena, self.layout, self._sizes)
         if compare:
