@@ -6,7 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Run, Start
+from conftest import MAIN, Run, Start
+
+from paceline.exchange.board import Board, Word
+from paceline.watch.display import Meter
 
 # Every case trains the same small model on the same samples with and without replicas: each replica takes its part of
 # the batch, and in one process the whole batch is taken at once. In float64, so that rounding hides nothing.
@@ -348,10 +351,30 @@ def test_a_gradient_that_is_no_mean_is_refused_before_it_is_used(alone: Run, thr
         assert "a parameter of shape (3, 16) was frozen and in no optimizer" in three.told("late", replica)
 
 
-def test_when_one_dies_the_others_go_on_with_the_mean_of_those_who_are_left(start: Start) -> None:
-    run = start(DEATH, "--replicas 3").fine()
+@pytest.fixture(scope="module")
+def death(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "train.py").write_text(DEATH)
+    return Run(folder, sys.executable, "-c", MAIN, "run", "train.py", "--run-folder", "run", "--replicas", "3").fine()
+
+
+def test_when_one_dies_the_others_go_on_with_the_mean_of_those_who_are_left(death: Run) -> None:
+    run = death
     assert f"replica 1 was killed by {signal.SIGKILL.name} at step 9" in run.err
     for replica in (0, 2):
         assert run.told("gradient 8", replica) == 2 * (1 + 2 + 3) / 3
         assert run.told("gradient 9", replica) == 2 * (1 + 3) / 2
     assert run.told("end", 0) == run.told("end", 2)
+
+
+def test_loss_and_samples_that_nobody_knows_are_not_shown_as_zero(death: Run) -> None:
+    assert "20 steps in" in death.err
+    assert "samples/s" not in death.err
+    assert "loss" not in death.err
+    assert death.events[-1]["loss"] is None
+    board, meter = Board.create(1, supervised=False), Meter()
+    for step in (0, 1, 40):
+        board.set(0, Word.STEP, step)
+        progress = meter.read(board, [0])
+    assert str(progress).startswith("step 40  ")
+    assert str(progress).endswith(" steps/s")

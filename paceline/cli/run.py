@@ -250,7 +250,8 @@ def _summary(outcome: RunOutcome, plan: Plan, began: float) -> str:
     words = [f"{outcome.steps - outcome.resumed_at} steps in {outcome.seconds:.1f} s"]
     if outcome.resumed_at:
         words.append(f"after {outcome.resumed_at} of an earlier run")
-    words.append(f"{outcome.samples_per_second:.0f} samples/s")
+    if outcome.samples_per_second:
+        words.append(f"{outcome.samples_per_second:.0f} samples/s")
     if outcome.loss is not None:
         words.append(f"loss {outcome.loss:.4g}")
     if outcome.deaths:

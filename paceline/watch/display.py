@@ -59,7 +59,8 @@ class Progress:
     total_steps: int = 0  # 0: unknown
     resumed_at: int = 0  # steps that an earlier run has made
     loss: float | None = None
-    samples_per_s: float = 0.0
+    samples_per_s: float = 0.0  # 0: of a loop under pl.distribute nobody knows the samples, or the loss
+    steps_per_s: float = 0.0
     left_s: float | None = None
     replicas: tuple[ReplicaTimes, ...] = ()
 
@@ -67,12 +68,16 @@ class Progress:
         """
         >>> str(Progress(step=120, total_steps=500, loss=0.412, samples_per_s=5210.3, left_s=32.4))
         'step 120/500  loss 0.412  5210 samples/s  ETA 0:32'
+        >>> str(Progress(step=120, steps_per_s=25.04))
+        'step 120  25 steps/s'
         """
         words = [f"step {self.step}/{self.total_steps}" if self.total_steps else f"step {self.step}"]
         if self.loss is not None:
             words.append(f"loss {self.loss:.4g}")
         if self.samples_per_s:
             words.append(f"{_short(self.samples_per_s)} samples/s")
+        elif self.steps_per_s:
+            words.append(f"{_short(self.steps_per_s)} steps/s")
         if self.left_s is not None:
             words.append(f"ETA {clock(self.left_s)}")
         return "  ".join(words)
@@ -110,8 +115,9 @@ class Meter:
             step=step,
             total_steps=total,
             resumed_at=resumed_at,
-            loss=board.get_float(furthest, Word.MEAN_LOSS) if step else None,
+            loss=board.get_float(furthest, Word.MEAN_LOSS) if step and seen else None,
             samples_per_s=(seen - seen_then) / elapsed_s if elapsed_s else 0.0,
+            steps_per_s=steps_per_s if not seen else 0.0,
             left_s=(total - step) / steps_per_s if total and steps_per_s and total >= step else None,
             replicas=tuple(_times(board, row, first_rank + row, devices) for row in rows),
         )
