@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import time
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -39,6 +40,9 @@ from paceline.optim.models import buffers_of, grouped_parameters
 from paceline.run_place import Place, find_place
 from paceline.torch_private import after_backward
 
+COMPARE_EVERY = 16  # exchanges; looking takes longer than a small exchange
+DIFFERENCE = 1e-3  # of what is looked at: replicas may round differently, but not that much
+
 Model = TypeVar("Model", bound=nn.Module)
 SomeOptimizer = TypeVar("SomeOptimizer", bound=Optimizer)
 
@@ -55,7 +59,8 @@ def distribute(model: Model, optimizer: SomeOptimizer) -> tuple[Model, SomeOptim
     first replica. `model.no_sync()` is a context in which backward does neither, for gradient accumulation.
 
     Parameters and the optimizer's state are each replica's own, as with DDP: what one changes outside of backward,
-    all have to change alike. A copy of the model is an ordinary model that exchanges nothing.
+    all have to change alike, and when some have not they are told so. A copy of the model is an ordinary model that
+    exchanges nothing.
     """
     where = find_place()
     if where.recording is not None:
@@ -120,6 +125,7 @@ class _GradientMean:
         self._known = set(self._parameters)
         self._exchanging = True
         self._queued = False
+        self._exchanges = 0
         self._step_ended_ns = time.monotonic_ns()
         for index, parameter in enumerate(self._parameters):
             frozen = not parameter.requires_grad  # it may not stay so, and a hook can be given to no frozen one
@@ -165,6 +171,10 @@ class _GradientMean:
         self._queued = False
         began_ns = time.monotonic_ns()
         self._look_at_buffers()
+        compare = self._exchanges % COMPARE_EVERY == 1
+        self._exchanges += 1
+        if compare:
+            self._board.set_float(self._replica, Word.PARAMETERS, self._sample_of_parameters())
         touched = []
         for parameter, view in zip(self._parameters, self._views, strict=True):
             gradient = parameter.grad
@@ -185,6 +195,8 @@ class _GradientMean:
             return members
 
         members = self._together.attempt(one_try)
+        if compare:
+            self._compare_parameters(members)
         links = self._links
         self._shared.take_buffers(links.sum if links else None, first=links is None or links.host == 0)
         used = self._arena.touched[list(members.ranks)].amax(0)
@@ -199,6 +211,23 @@ class _GradientMean:
         self._board.set(self._replica, Word.COMPUTE_NS, began_ns - self._step_ended_ns)
         self._board.set(self._replica, Word.WAIT_NS, time.monotonic_ns() - began_ns)
         self._board.enter(self._replica, Phase.BETWEEN)
+
+    def _sample_of_parameters(self) -> float:
+        """What the elements in the middle of every parameter come to."""
+        middles = [p.detach()[tuple(extent // 2 for extent in p.shape)] for p in self._parameters if p.numel()]
+        return sum(float(middle.abs()) for middle in middles)
+
+    def _compare_parameters(self, members: Members) -> None:
+        mine = self._board.get_float(self._replica, Word.PARAMETERS)
+        for other in members.ranks:
+            theirs = self._board.get_float(other, Word.PARAMETERS)
+            if not math.isclose(mine, theirs, rel_tol=DIFFERENCE) and not math.isnan(mine + theirs):
+                raise ModelError(
+                    "model",
+                    type(self._model).__name__,
+                    f"the parameters of replicas {self._replica} and {other} have become different; change them in "
+                    "every replica alike, or in one and pl.broadcast them",
+                )
 
     def _look_at_buffers(self) -> None:
         """A script may give a module another tensor as its buffer, and pruning gives it a new one."""

@@ -378,3 +378,23 @@ def test_loss_and_samples_that_nobody_knows_are_not_shown_as_zero(death: Run) ->
         progress = meter.read(board, [0])
     assert str(progress).startswith("step 40  ")
     assert str(progress).endswith(" steps/s")
+
+
+def test_replicas_whose_parameters_become_different_are_told_so(start: Start) -> None:
+    script = """
+import torch, paceline as pl
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+model, optimizer = pl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.01))
+for step in range(60):
+    optimizer.zero_grad()
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    if step == 3 and pl.place().rank == 0:
+        model.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()})
+print("done")
+"""
+    run = start(script, "--replicas 2").end()
+    assert run.code
+    assert "have become different; change them in every replica alike" in run.err
+    assert "done" not in run.out

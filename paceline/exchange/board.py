@@ -92,6 +92,7 @@ class Word(enum.IntEnum):
     RETRIES = 24  # tries that had to be repeated because a member was lost
     GIVES = 28  # bytes of what it gives to a call of its script
     SEGMENT = 29  # descriptor of the memory it has made for such a call
+    PARAMETERS = 30  # float: what a sample of its parameters comes to, where they are its own
     DESCRIPTOR = 32  # the arenas it holds open: arena number and file descriptor, a word each, taking turns
 
 
