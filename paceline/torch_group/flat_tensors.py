@@ -93,3 +93,22 @@ def one_for_each(call: str, tensors: Sequence[torch.Tensor], ranks: int) -> None
     """Refuse a list that has not one tensor for each rank."""
     if len(tensors) != ranks:
         raise CallError(f"{call} has a list of {len(tensors)} tensors: give {ranks}, one for each rank of the group")
+
+
+def equal_parts(call: str, flat: torch.Tensor, ranks: int) -> Sequence[torch.Tensor]:
+    """One part for each rank, all of one length."""
+    if flat.numel() % ranks:
+        raise CallError(f"{call} has a tensor of {flat.numel()} elements: {ranks} ranks must divide it")
+    return list(flat.view(ranks, -1))
+
+
+def split(
+    call: str, flat: torch.Tensor, tensor: torch.Tensor, sizes: Sequence[int] | None, ranks: int
+) -> Sequence[torch.Tensor]:
+    """One part for each rank, of so many rows of the tensor's first dim; equal ones if no sizes are given."""
+    if not sizes:
+        return equal_parts(call, flat, ranks)
+    rows = tensor.size(0)
+    if len(sizes) != ranks or sum(sizes) != rows or min(sizes) < 0:
+        raise CallError(f"{call} splits {rows} rows into {list(sizes)}: give {ranks} sizes that add up to the rows")
+    return torch.split(flat, [size * (flat.numel() // max(rows, 1)) for size in sizes])

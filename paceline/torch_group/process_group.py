@@ -14,6 +14,7 @@ anything is exchanged, and the other ranks are told.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -24,8 +25,16 @@ from torch.distributed import ReduceOp, Work
 from torch.distributed.distributed_c10d import Store
 
 from paceline.torch_group.collectives import Collectives
-from paceline.torch_group.errors import CallError
-from paceline.torch_group.flat_tensors import FlatTensor, FlatTensors, check, one_for_each, read, same_size
+from paceline.torch_group.flat_tensors import (
+    FlatTensor,
+    FlatTensors,
+    check,
+    equal_parts,
+    one_for_each,
+    read,
+    same_size,
+    split,
+)
 from paceline.torch_group.rank_group import RankGroup
 from paceline.torch_group.reductions import reduction
 from paceline.torch_group.rounds import space_bytes
@@ -46,13 +55,14 @@ def _collective(call: Call) -> Call:
     def told(self: SharedMemoryGroup, *args: Any, **kwargs: Any) -> Work:
         collectives = self._collectives
         opts = kwargs.get("opts", args[-1] if args else None)
-        collectives.limit_s = seconds(getattr(opts, "timeout", None))
-        before = collectives.rounds
-        try:
-            return call(self, *args, **kwargs)
-        except BaseException as error:
-            collectives.failed(before, error)
-            raise
+        with self._one_at_a_time:
+            collectives.limit_s = seconds(getattr(opts, "timeout", None))
+            before = collectives.rounds
+            try:
+                return call(self, *args, **kwargs)
+            except BaseException as error:
+                collectives.failed(before, error)
+                raise
 
     return told
 
@@ -69,6 +79,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._collectives = Collectives(self._ranks, 0)
         self._messages = TaggedMessages(self._ranks, 1)
         self._ranks.meanwhile = self._messages.take_in
+        self._one_at_a_time = threading.RLock()  # of collectives, where threads of the rank call them
 
     # ── what torch asks of every group ───────────────────────────────────────────────────────────────────
 
@@ -98,6 +109,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
     @property
     def group_desc(self) -> str:
         return self._description
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
 
     def getGroupName(self) -> str:
         return self._name
@@ -173,14 +191,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
     @_collective
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
         check([output, input])
-        self._reduce_scatter(output, self._parts(read(input), "reduce_scatter_tensor"), opts)
+        self._reduce_scatter(output, equal_parts("reduce_scatter_tensor", read(input), self._size), opts)
         return Finished([output])
 
     @_collective
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         check([*outputs, *inputs])
         for output, tensor in zip(outputs, inputs, strict=True):
-            self._reduce_scatter(output, self._parts(read(tensor), "reduce_scatter_tensor"), opts)
+            self._reduce_scatter(output, equal_parts("reduce_scatter_tensor", read(tensor), self._size), opts)
         return Finished(outputs)
 
     # ── copies ───────────────────────────────────────────────────────────────────────────────────────────
@@ -219,7 +237,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         check([output, tensor])
         with FlatTensor(output) as flat:
-            parts = self._parts(flat, "all_gather_into_tensor")
+            parts = equal_parts("all_gather_into_tensor", flat, self._size)
             same_size("all_gather_into_tensor", parts[self._rank], tensor)
             self._collectives.all_gather(read(tensor), parts)
 
@@ -279,8 +297,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
     ) -> Work:
         check([output, input])
         with FlatTensor(output) as flat:
-            parts = self._split(read(input), input, input_split_sizes, "the input")
-            self._collectives.all_to_all(parts, self._split(flat, output, output_split_sizes, "the output"))
+            parts = split("all_to_all_single", read(input), input, input_split_sizes, self._size)
+            into = split("all_to_all_single", flat, output, output_split_sizes, self._size)
+            self._collectives.all_to_all(parts, into)
         return Finished([output])
 
     @_collective
@@ -318,27 +337,6 @@ class SharedMemoryGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
-
-    # ── parts of a tensor ────────────────────────────────────────────────────────────────────────────────
-
-    def _parts(self, flat: torch.Tensor, call: str) -> Sequence[torch.Tensor]:
-        if flat.numel() % self._size:
-            raise CallError(f"{call} has a tensor of {flat.numel()} elements: {self._size} ranks must divide it")
-        return list(flat.view(self._size, -1))
-
-    def _split(
-        self, flat: torch.Tensor, tensor: torch.Tensor, sizes: Sequence[int] | None, what: str
-    ) -> Sequence[torch.Tensor]:
-        """By rows of its first dim."""
-        if not sizes:
-            return self._parts(flat, "all_to_all_single")
-        if len(sizes) != self._size or sum(sizes) != tensor.size(0):
-            raise CallError(
-                f"all_to_all_single splits {what} of {tensor.size(0)} rows into {list(sizes)}: "
-                f"give {self._size} sizes that add up to the rows"
-            )
-        row = tensor[0].numel() if tensor.size(0) else 0
-        return torch.split(flat, [size * row for size in sizes])
 
     def __repr__(self) -> str:
         return f"<{NAME} process group {self._name!r}: rank {self._rank} of {self._size}>"

@@ -175,6 +175,16 @@ def several_at_once(rank: int, ranks: int) -> None:
             dist.all_reduce(tensor)
     manager.wait()
     same(many[1], torch.stack([of(other, 3, 3) for other in range(ranks)]).sum(0))
+    whole = [torch.empty(ranks * 4), torch.empty(ranks * 4)]
+    with dist._coalescing_manager():
+        for tensor in whole:
+            dist.all_gather_single(tensor, of(rank, 4))
+    same(whole[1], torch.cat([of(other, 4) for other in range(ranks)]))
+    parts = [torch.empty(4), torch.empty(4)]
+    with dist._coalescing_manager():
+        for tensor in parts:
+            dist.reduce_scatter_single(tensor, of(rank, ranks * 4))
+    same(parts[1], torch.stack([of(r, ranks * 4) for r in range(ranks)]).sum(0)[4 * rank : 4 * rank + 4])
     work = dist.all_reduce(many[0], async_op=True)
     assert work is not None
     work.wait()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import sys
 
 import torch
+import torch.distributed as dist
 from group_inputs import case, of, same
 from torch import nn
 
@@ -88,6 +90,31 @@ def fsdp(rank: int, ranks: int) -> None:
             optimizer.zero_grad()
     for got, wanted in zip(cut.parameters(), plain.parameters(), strict=True):
         same(got.full_tensor(), wanted)  # type: ignore[attr-defined]
+
+
+@case
+def checkpoints(rank: int, ranks: int) -> None:
+    """torch.distributed.checkpoint, while it saves and afterwards; and a state that only rank 0 has."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    plain, cut = mlp(), fully_shard(mlp(13))
+    folder = f"{sys.argv[3]}-checkpoint"
+    state = get_model_state_dict(cut)
+    checkpoint.async_save(state, checkpoint_id=folder, process_group=dist.new_group()).result()
+    wanted = [parameter.full_tensor() for parameter in cut.parameters()]
+    for parameter in cut.parameters():
+        nn.init.zeros_(parameter)
+    checkpoint.load(state, checkpoint_id=folder)
+    for parameter, value in zip(cut.parameters(), wanted, strict=True):
+        same(parameter.full_tensor(), value)
+    whole, cut = plain.state_dict() if rank == 0 else {}, fully_shard(mlp())
+    for parameter in cut.parameters():
+        nn.init.zeros_(parameter)
+    set_model_state_dict(cut, whole, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    for parameter, value in zip(cut.parameters(), plain.parameters(), strict=True):
+        same(parameter.full_tensor(), value)
 
 
 @case
