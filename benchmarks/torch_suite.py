@@ -39,8 +39,8 @@ class LikeGloo(str):
         return hash(str(self))
 
 
-def main() -> int:
-    """Run the suite on both backends, and print what differs."""
+def main() -> None:
+    """Run the suite on both backends; print what passed, and what failed and why."""
     import torch
 
     found = {backend: _outcomes(backend, sys.argv[1:]) for backend in BACKENDS}
@@ -54,7 +54,6 @@ def main() -> int:
         wrong = {backend: found[backend][name] for backend in BACKENDS if found[backend][name]["outcome"] == "failed"}
         if wrong:
             print(f"| {name} | {', '.join(wrong)} | {[*wrong.values()][-1]['why']} |")
-    return int(any(outcomes[name]["outcome"] == "failed" for outcomes in [found["paceline"]] for name in outcomes))
 
 
 def _outcomes(backend: str, words: list[str]) -> dict[str, dict[str, str]]:
@@ -141,4 +140,4 @@ if __name__ == "__main__":
     if "SUITE_BACKEND" in os.environ:
         run_suite(os.environ["SUITE_BACKEND"], sys.argv[1:])
     else:
-        sys.exit(main())
+        main()
