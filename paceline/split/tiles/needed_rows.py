@@ -46,8 +46,8 @@ class NeededRows:
 def needed_rows(have: tuple[Range, ...], windows: Sequence[Range]) -> NeededRows:
     """Returns them for windows that may reach beyond the input.
 
-    >>> wanted(((0, 4), (4, 7)), [(-1, 5), (3, 8)])
-    Wants(have=((0, 4), (4, 7)), need=((0, 5), (3, 7)), before=(1, 0), after=(0, 1))
+    >>> needed_rows(((0, 4), (4, 7)), [(-1, 5), (3, 8)])
+    NeededRows(have=((0, 4), (4, 7)), need=((0, 5), (3, 7)), before=(1, 0), after=(0, 1))
     """
     length = have[-1][1]
     need, before, after = [], [], []
@@ -72,7 +72,7 @@ def sliding(length: int, outputs: int, parts: int, kernel: int, stride: int, bef
 def output_rows(length: int, kernel: int, stride: int, padding: Range, dilation: int, ceil: bool = False) -> int:
     """Returns how many rows a convolution or a pooling gives.
 
-    >>> slid(7, 3, 2, (1, 1), 1), slid(8, 3, 2, (0, 0), 1), slid(8, 3, 2, (0, 0), 1, ceil=True)
+    >>> output_rows(7, 3, 2, (1, 1), 1), output_rows(8, 3, 2, (0, 0), 1), output_rows(8, 3, 2, (0, 0), 1, ceil=True)
     (4, 3, 4)
     """
     room = length + sum(padding) - dilation * (kernel - 1) - 1
