@@ -13,7 +13,7 @@ were closed between its pull and its push. `Async` says what is done about that.
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -28,7 +28,7 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sync"):
 
     accept: int | str | None = None  # None: all; "auto": chosen by measurement
 
-    is_async: ClassVar[bool] = False
+    is_async: ClassVar[Literal[False]] = False
 
     def __post_init__(self) -> None:
         if isinstance(self.accept, str) and self.accept != "auto":
@@ -61,7 +61,7 @@ class Async(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="async"
     stale: str = "keep"  # keep · drop:N beyond N · scale by 1/staleness · compensate[:lambda]
     lr: float = 1.0  # factor on the learning rate
 
-    is_async: ClassVar[bool] = True
+    is_async: ClassVar[Literal[True]] = True
 
     def __post_init__(self) -> None:
         if self.bound is not None and not (isinstance(self.bound, int) and self.bound >= 0):

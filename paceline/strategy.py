@@ -10,7 +10,7 @@ knows the flags of `paceline run` that mean it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -82,7 +82,7 @@ class Mirrored(_Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True,
     table_servers: int = 0  # that hold the sparse embeddings, if any do
 
     exchanges: ClassVar[tuple[str, ...]] = EXCHANGES
-    on_servers: ClassVar[bool] = False  # whether parameters live on servers
+    on_servers: ClassVar[Literal[False]] = False  # whether parameters live on servers
     in_graph: ClassVar[bool] = False
     durable: ClassVar[bool] = False  # whether a server that was killed can be started again
 
@@ -123,7 +123,7 @@ class Centralized(_Strategy, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     in_graph: bool = False  # all replicas as threads of one process
 
     exchanges: ClassVar[tuple[str, ...]] = SERVER_EXCHANGES
-    on_servers: ClassVar[bool] = True
+    on_servers: ClassVar[Literal[True]] = True
     batchnorm: ClassVar[str] = "local"
 
     def __post_init__(self) -> None:

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 import msgspec
 
 from paceline.central.chief.books import Books
-from paceline.central.chief.members import Members
+from paceline.central.chief.members import ReplicaMembers
 from paceline.central.chief.open_books import OpenBooks
 from paceline.central.chief.open_step import OpenStep
 from paceline.central.chief.pace import Pace
@@ -50,7 +50,7 @@ class Chief:
         self.open_books = OpenBooks()
         self.stopping = False
         self.tasks = Tasks()  # between steps
-        self._members = Members(replicas)
+        self._members = ReplicaMembers(replicas)
         self._warmup_steps, self._warmup_epochs = warmup_steps, warmup_epochs
         self._tickets: dict[int, OpenTicket] = {}  # neither accepted nor given back
         self._next_ticket = first_ticket
@@ -168,7 +168,7 @@ class Chief:
             first = min(self._can_help(chapter, stop_epoch - 1))
             if replica != first:
                 return Wait(f"the warm-up on replica {first}")
-        if isinstance(self.rule, Async):
+        if self.rule.is_async:
             return self._ask_async(self.rule, replica, chapter, stop_epoch, now)
         return self._ask_sync(self.rule, replica, chapter, stop_epoch, now)
 
@@ -272,7 +272,7 @@ class Chief:
         """Return how many replicas' gradients make a step now."""
         if self._open is not None:
             return self._open.accept
-        if isinstance(self.rule, Async):
+        if self.rule.is_async:
             return 1
         wanted = self._pace.chosen if self.rule.accept == "auto" else self.rule.accept
         return min(wanted, len(self.members)) if isinstance(wanted, int) else len(self.members)
@@ -291,7 +291,7 @@ class Chief:
     ) -> OpenTicket:
         work = Work(self._next_ticket, self.step, epoch, runs, part, exact, following)
         self._next_ticket += 1
-        ticket = OpenTicket(work, replica, chapter, now, isinstance(self.rule, Sync))
+        ticket = OpenTicket(work, replica, chapter, now, not self.rule.is_async)
         self._tickets[work.ticket] = ticket
         return ticket
 
@@ -306,7 +306,7 @@ class Chief:
             return  # told before, or settled meanwhile: `outcome` says how
         self._pace.took(ticket, now)
         ticket.pushed, ticket.pulled, ticket.loss = True, pulled, loss
-        if isinstance(self.rule, Async):
+        if self.rule.is_async:
             self._reported.append(ticket)
             if not self._warming_up(ticket.chapter):  # the others cannot keep up with that
                 self._members.has_reported(replica)
@@ -319,7 +319,7 @@ class Chief:
         """Return the step that can be made now. `closed` has to follow before there is another."""
         if self._closing is not None:
             return None
-        if isinstance(self.rule, Async):
+        if self.rule.is_async:
             return self._close_async(self.rule)
         step = self._open
         if step is None:
@@ -404,7 +404,7 @@ class Chief:
         if step is not None:
             self._dissolve(step)
             self._reported.extend(step.reported)
-        while self._reported and isinstance(rule, Sync):
+        while self._reported and not rule.is_async:
             self._too_late(self._reported.popleft())
 
     def waits(self, replica: int) -> str:

@@ -9,7 +9,7 @@ from paceline.errors import PacelineError
 ScriptPlace = tuple[int, int]  # chapter, and the epoch that the script stops at
 
 
-class Members:
+class ReplicaMembers:
     """The replicas of a run."""
 
     def __init__(self, replicas: int) -> None:

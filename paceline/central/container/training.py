@@ -27,7 +27,7 @@ from paceline.central.wire.replies import Ended, Result, Settled, TaskPart, Tick
 from paceline.central.wire.requests import Ask, GiveBack, Report, Task, TaskDone
 from paceline.central.wire.settings import Settings
 from paceline.errors import ModelError, PacelineError
-from paceline.rules import Async, Rule
+from paceline.rules import Rule
 
 ANSWER_WITHIN_S = 2.0  # a wait is answered with `Waiting` at least this often
 
@@ -188,7 +188,7 @@ class ContainerTraining:
             runs=[(run.start, run.stop) for run in work.runs],
             part=work.part,
             exact=work.exact,
-            sync=not isinstance(chief.rule, Async),
+            sync=not chief.rule.is_async,
             needed=chief.accepting,
             following=None if following is None else (following[0], [(run.start, run.stop) for run in following[1]]),
         )

@@ -9,14 +9,13 @@ from paceline.central.replica.in_graph import InGraphEngine
 from paceline.loop.engine import Engine
 from paceline.loop.training_loop import Training
 from paceline.optim.models import copied
-from paceline.strategy import Centralized
 
 
 def open_replica(training: Training) -> Engine:
     """Returns the engine of one replica, of all of them if this process is all, or of one device of a cut one."""
     model, optimizer, place = training.model, training.optimizer, training.place
     strategy = place.strategy
-    assert isinstance(strategy, Centralized)
+    assert strategy.on_servers
     if strategy.split is None:
         kind = InGraphEngine if strategy.in_graph else CentralizedEngine
         return kind(model, optimizer, place, strategy, training.clip_norm)
