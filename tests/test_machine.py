@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from conftest import Start
-from paceline.split.opening import open_cut
 
 from paceline.cli import main
 from paceline.cli.checks import REPLICA_BYTES, check_memory
 from paceline.errors import LaunchError, StrategyError
 from paceline.machine import free_memory
+from paceline.split.cut import open_cut
 from paceline.split.values import Stages
 
 
@@ -64,7 +64,7 @@ def test_on_another_processor_replicas_use_collectives_and_what_needs_shared_wor
     ]
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     with pytest.raises(LaunchError, match=r"a model cannot be cut over devices on this processor \(aarch64\)"):
-        open_cut(Stages(stages=2), peers=None)  # type: ignore[arg-type]  # it does not come so far
+        open_cut(Stages(stages=2), None, {})  # type: ignore[arg-type]  # it does not come so far
 
 
 @pytest.mark.parametrize("flags", ["--replicas 2 --exchange shared", "--stages 2"])

@@ -121,6 +121,20 @@ def batchnorm_and_a_last_batch_of_one_sample() -> Any:
     return [found, norm.running_mean.tolist(), trainer.evaluate(images, square)]
 
 
+def a_batchnorm_that_is_frozen() -> Any:
+    """It stays so over steps, evaluations and predictions; the dropout beside it goes on after them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.0), nn.Linear(8, 1)).double()
+    model[1].eval()
+    trainer = pl.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), square)
+    first = losses(trainer, X.double())
+    evaluation = trainer.evaluate(X.double(), square)
+    prediction = trainer.predictor()(X[:1].double()).item()
+    modes = [module.training for module in model.modules()]
+    statistics = [model[1].running_mean.tolist(), int(model[1].num_batches_tracked)]
+    return [first, evaluation, prediction, losses(trainer, X.double()), modes, statistics]
+
+
 def random_numbers_of_the_users_own() -> Any:
     """A step draws its own, and leaves the script's alone."""
     trainer = new_trainer(dropout=0.5)
@@ -161,6 +175,7 @@ CASES: dict[str, Callable[[], Any]] = {
         evaluations,
         as_many_metrics_as_fit,
         batchnorm_and_a_last_batch_of_one_sample,
+        a_batchnorm_that_is_frozen,
         random_numbers_of_the_users_own,
         a_loop_that_is_left_and_taken_up_again,
         dropout_draws_the_same_for_the_same_seed,
