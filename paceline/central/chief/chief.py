@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
@@ -324,8 +325,7 @@ class Chief:
         step = self._open
         if step is None:
             return None
-        free = self.book(step.chapter).free(step.epoch)
-        first = step.enough(self._can_help(step.chapter, step.epoch), free)
+        first = step.enough(partial(self._spares, step))
         if not first:
             return None
         self._dissolve(step)
@@ -333,6 +333,10 @@ class Chief:
             if ticket not in first:
                 self._too_late(ticket)
         return self._begin_closing(first)
+
+    def _spares(self, step: OpenStep) -> int:
+        free = self.book(step.chapter).free(step.epoch)
+        return step.spares(self._can_help(step.chapter, step.epoch), free)
 
     def _close_async(self, rule: Async) -> Close | None:
         while self._reported:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from paceline.central.chief.tickets import OpenTicket
@@ -71,14 +71,20 @@ class OpenStep:
         self.tickets.remove(ticket)
         self.reported.remove(ticket)
 
-    def enough(self, helpers: Iterable[int], free: int) -> list[OpenTicket]:
-        """Return the tickets that close it; none while others should be waited for. `free`: samples that nobody has."""
+    def enough(self, spares: Callable[[], int]) -> list[OpenTicket]:
+        """Return the tickets that close it; none while others should be waited for.
+
+        `spares` returns how many more tickets could be handed out, if it is not exact.
+        """
         coming = len(self.tickets) - len(self.reported)
         if self.exact:
             return [] if self.parts or coming else self.reported
-        to_take = min(len(self.without_ticket(helpers)), len(self.parts) + -(-free // self.size))
         first = self.reported[: self.accept]
-        return first if len(first) >= min(self.accept, len(first) + coming + to_take) else []
+        return first if len(first) >= min(self.accept, len(first) + coming + spares()) else []
+
+    def spares(self, helpers: Iterable[int], free: int) -> int:
+        """Return how many more tickets these helpers could take; `free`: samples that nobody has."""
+        return min(len(self.without_ticket(helpers)), len(self.parts) + -(-free // self.size))
 
     def waits_for(self, members: Collection[int]) -> str:
         """Return whom it waits for, in words."""

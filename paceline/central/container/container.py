@@ -124,8 +124,10 @@ class Container:
         replica, journal = pushed.replica, self.journal
         if pushed.incarnation < self.incarnations.get(replica, 0):
             raise PacelineError(f"replica {replica} was started again since: this process no longer takes part")
-        of_tables = [part for given in rows for part in given.tensors]
-        parts = journal.seal(pushed, packed([self.arena.gradients[replica], *of_tables]))
+        parts: Sequence[memoryview] = ()
+        if journal.keeps:
+            of_tables = [part for given in rows for part in given.tensors]
+            parts = journal.seal(pushed, packed([self.arena.gradients[replica], *of_tables]))
         with journal.lock:  # a snapshot has it, or what is written after that
             self.take_push(pushed, rows)
             written = journal.write(pushed, parts)
