@@ -15,7 +15,7 @@ import paceline
 from paceline import torch_private
 from paceline.errors import PacelineError
 from paceline.optim import linear_gradients
-from paceline.optim.gradients import GradientCollector, Whole
+from paceline.optim.gradients import GradientCollector, IntoBuffer
 from tests.conftest import Start
 
 PACKAGE = Path(paceline.__file__).parent
@@ -54,7 +54,7 @@ def test_a_name_that_torch_does_not_have_is_said_in_a_sentence(monkeypatch: pyte
 def linear_during_a_step() -> bool:
     """Whether it is ours; the gradient is right either way."""
     weight, place = nn.Parameter(torch.ones(2, 3)), torch.zeros(2, 3)
-    collector = GradientCollector([weight], [Whole(place)])
+    collector = GradientCollector([weight], [IntoBuffer(place)])
     collector.begin()
     ours = F.linear is linear_gradients.linear
     F.linear(torch.ones(4, 3), weight).sum().backward()

@@ -20,7 +20,7 @@ from paceline.mirrored.between_hosts import OneHost
 from paceline.mirrored.shared_model import SharedModel
 from paceline.mirrored.statistics import BatchStatistics
 from paceline.mirrored.step_parts import DecidedStep, StepPart
-from paceline.optim.gradients import Destination, GradientCollector, Whole
+from paceline.optim.gradients import Destination, GradientCollector, IntoBuffer
 from paceline.optim.models import own_state
 from paceline.split.cut import Check, Cut, Loss, capture, train
 from paceline.split.parts import Parts
@@ -41,7 +41,7 @@ class WholeModel(StepPart):
 
     def _destinations(self) -> list[Destination]:
         arena, slots = self._shared.arena, self._shared.layout.slots
-        return [Whole(arena.gradient(self._row, slot)) for slot in slots[: len(self._shared.trained)]]
+        return [IntoBuffer(arena.gradient(self._row, slot)) for slot in slots[: len(self._shared.trained)]]
 
     def share(self, members: Members) -> BatchShare:
         """Returns this process's share of a step of these members."""

@@ -29,8 +29,8 @@ class Destination(Protocol):
     def zero(self) -> None: ...
 
 
-class Whole:
-    """One place for the whole gradient."""
+class IntoBuffer:
+    """Into one buffer that has room for the whole gradient."""
 
     def __init__(self, view: torch.Tensor) -> None:
         self._view = view
@@ -54,8 +54,8 @@ class Whole:
         self._view.zero_()
 
 
-class Nowhere:
-    """For a gradient that somebody else has as well, and adds."""
+class Discard:
+    """Nowhere: somebody else has this gradient as well, and adds it."""
 
     def put(self, gradient: torch.Tensor) -> None:
         pass
@@ -103,7 +103,7 @@ class GradientCollector:
     def write_product(self, slot: int, one: torch.Tensor, other: torch.Tensor) -> bool:
         """Write a gradient that is this product where it goes; returns False if none is collected now."""
         destination = self._destinations[slot]
-        if not self._collecting or not isinstance(destination, Whole):
+        if not self._collecting or not isinstance(destination, IntoBuffer):
             return False
         if self._seen[slot]:
             destination.add_product(one, other)
@@ -164,7 +164,7 @@ class GradientCollector:
             self._landed(slot)
 
     def finish(self) -> list[bool]:
-        """The step's backward is over: settle the parameters it did not use. Which ones it did."""
+        """The step's backward is over: settle the parameters it did not use. Returns which ones it did."""
         self.stop()
         for slot, parameter in enumerate(self._parameters):
             if parameter.grad is not None:  # was frozen when training began, and has no hook

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from paceline.optim.gradients import Destination, Nowhere, Whole
+from paceline.optim.gradients import Destination, Discard, IntoBuffer
 from paceline.optim.model_in_arena import ModelInArena
 from paceline.optim.models import own_state
 from paceline.split.cut import WHOLE, Cut, TensorPart
@@ -44,7 +44,7 @@ class Parts:
         for slot, part in zip(slots[: len(self._shared.trained)], self._of, strict=False):
             row = self._process if part.adds_to is None else self._first + part.adds_to
             place = part.of(arena.gradient(row, slot))
-            destinations.append(Whole(place) if part.adds else Nowhere())
+            destinations.append(IntoBuffer(place) if part.adds else Discard())
         return destinations
 
     def mark(self, used: list[bool], marks: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from paceline.optim import linear_gradients as products
-from paceline.optim.gradients import GradientCollector, Whole
+from paceline.optim.gradients import GradientCollector, IntoBuffer
 
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
@@ -69,7 +69,7 @@ def collected(model: nn.Module, loss: Loss, inputs: list[torch.Tensor]) -> None:
     for parameter in parameters:
         parameter.grad = None
     places = [torch.full_like(parameter, 7.0) for parameter in parameters]
-    collector = GradientCollector(parameters, list(map(Whole, places)))
+    collector = GradientCollector(parameters, list(map(IntoBuffer, places)))
     collector.begin()
     for x in inputs:
         loss(model, x).backward()
@@ -99,7 +99,7 @@ def test_numbers_are_torchs_own_to_the_last_bit() -> None:
     expected = [layer(x).detach(), x.grad, layer.weight.grad.clone(), layer.bias.grad]
     layer.weight.grad = layer.bias.grad = x.grad = None
     places = [torch.zeros_like(parameter) for parameter in layer.parameters()]
-    collector = GradientCollector(list(layer.parameters()), list(map(Whole, places)))
+    collector = GradientCollector(list(layer.parameters()), list(map(IntoBuffer, places)))
     collector.begin()
     y = layer(x)
     y.square().sum().backward()
@@ -183,7 +183,7 @@ def test_whoever_changes_operators_gets_gradients_of_the_changed_ones(counted: l
 def test_after_a_step_that_failed_all_is_as_before() -> None:
     layer = nn.Linear(3, 2)
     place = torch.zeros(2, 3)
-    collector = GradientCollector(list(layer.parameters()), [Whole(place), Whole(torch.zeros(2))])
+    collector = GradientCollector(list(layer.parameters()), [IntoBuffer(place), IntoBuffer(torch.zeros(2))])
     found: list[torch.Tensor] = []
 
     def fail() -> None:
@@ -295,7 +295,7 @@ def test_other_uses_of_a_gradient_are_as_in_plain_torch(loss: Loss, lands: bool,
 def test_forward_derivatives_are_as_in_plain_torch() -> None:
     model = Twice()
     collector = GradientCollector(
-        list(model.parameters()), [Whole(torch.zeros_like(parameter)) for parameter in model.parameters()]
+        list(model.parameters()), [IntoBuffer(torch.zeros_like(parameter)) for parameter in model.parameters()]
     )
     x, direction = torch.randn(3, 5), torch.randn(3, 5)
     collector.begin()
@@ -310,7 +310,7 @@ def test_forward_derivatives_are_as_in_plain_torch() -> None:
 
 def test_outside_of_a_step_the_gradient_is_plain_torchs(counted: list[int]) -> None:
     layer = nn.Linear(3, 2)
-    collector = GradientCollector(list(layer.parameters()), [Whole(torch.zeros(2, 3)), Whole(torch.zeros(2))])
+    collector = GradientCollector(list(layer.parameters()), [IntoBuffer(torch.zeros(2, 3)), IntoBuffer(torch.zeros(2))])
     x = torch.randn(4, 3)
     layer(x).sum().backward()
     assert layer.weight.grad is not None

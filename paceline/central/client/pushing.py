@@ -17,7 +17,7 @@ from paceline.central.tables.tables import Rows
 from paceline.central.wire import replies, requests
 from paceline.central.wire.coding import Coding
 from paceline.central.wire.tensor_bytes import bytes_of
-from paceline.optim.gradients import Destination, GradientCollector, Whole
+from paceline.optim.gradients import Destination, GradientCollector, IntoBuffer
 
 
 class Pushes:
@@ -57,7 +57,7 @@ class Pushes:
         server = server_of_all(self._shards, parts)
         if server is not None:
             view = self._views[server]
-            return Whole(as_one(view.gradients, view.layout, parts, self._parameters[name]))
+            return IntoBuffer(as_one(view.gradients, view.layout, parts, self._parameters[name]))
         views = [self._views[part.server] for part in parts]
         return _Pieces(
             [(slot_of(view.gradients, view.layout, part.slot), part) for view, part in zip(views, parts, strict=True)]
