@@ -12,7 +12,7 @@ from paceline.torch_private import TESTED
 
 ROOT = Path(__file__).parent.parent
 NEEDED = ("tests/optim", "tests/launch/test_quick_start.py", "tests/test_torch_private.py")
-CONTRACT = ("tests/contract/test_contract.py", "-k", "2 replicas and not server and not distributed and not hosts")
+CONTRACT = ("tests/contract/test_contract.py", "-k", "one_process and uneven")  # every model, with three replicas
 TOOLS = ("numpy", "msgspec", "safetensors", "rich", "pytest", "pytest-timeout", "hypothesis", "psutil", "cryptography")
 
 
