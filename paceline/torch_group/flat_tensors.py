@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.utils.dlpack
@@ -53,9 +54,14 @@ def _expanded(tensor: torch.Tensor) -> bool:
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory, without autograd; one of inference mode may be written only there, and this one anywhere."""
     if tensor.is_inference():
-        with torch.inference_mode(False):
+        with outside_inference():
             return torch.utils.dlpack.from_dlpack(tensor)
     return tensor.data
+
+
+def outside_inference() -> AbstractContextManager[object]:
+    """Tensors that are made in it may be written later, in whatever mode."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def read(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 
 from paceline.exchange.mailboxes import BOX_BYTES, Peers
 from paceline.torch_group.errors import CallError
+from paceline.torch_group.flat_tensors import outside_inference
 from paceline.torch_group.rank_group import RankGroup
 from paceline.torch_group.rounds import DTYPE_NUMBERS, DTYPES
 
@@ -67,7 +68,7 @@ class TaggedMessages(Peers):
 
     def take_in(self) -> None:
         """Give what has arrived to those who have asked for it."""
-        with torch.inference_mode():  # there all tensors may be written, in whatever mode they were made
+        with outside_inference():
             for source, box in self._in.items():
                 while (found := box.next()) is not None:
                     announced = self._announced.pop(source, None)
@@ -110,5 +111,5 @@ class TaggedMessages(Peers):
             raise CallError(receive.wrong)
 
     def _wait(self, other: int, ready: object) -> None:
-        with torch.inference_mode():
+        with outside_inference():
             self._ranks.wait(ready, lambda: [other], "send")  # type: ignore[arg-type]

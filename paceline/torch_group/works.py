@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed import Work
 
-from paceline.torch_group.flat_tensors import FlatTensor
+from paceline.torch_group.flat_tensors import FlatTensor, outside_inference
 from paceline.torch_group.tagged_messages import Receive, TaggedMessages
 
 
@@ -53,7 +53,8 @@ class Receiving(Finished):
     def __init__(self, messages: TaggedMessages, tensor: torch.Tensor, source: int | None, tag: int) -> None:
         super().__init__([tensor])
         self._messages = messages
-        self._into = FlatTensor(tensor)
+        with outside_inference():
+            self._into = FlatTensor(tensor)
         self._receive = Receive(self._into.flat, source, tag)
         messages.ask(self._receive)
 

@@ -77,10 +77,10 @@ def tensors_that_are_not_contiguous(rank: int, ranks: int) -> None:
     dist.reduce_scatter(summed, [of(rank + 10 * other, 5, 6).t() for other in range(ranks)])
     same(summed, torch.stack([of(other + 10 * rank, 5, 6).t() for other in range(ranks)]).sum(0))
     whole_sum = crooked(torch.zeros(2, 5))
-    dist.reduce_scatter_single(whole_sum, of(rank, 5, 6).t())
+    dist.reduce_scatter_tensor(whole_sum, of(rank, 5, 6).t())
     same(whole_sum, torch.stack([of(other, 5, 6).t() for other in range(ranks)]).sum(0)[2 * rank : 2 * rank + 2])
     side_by_side = crooked(torch.zeros(ranks * 5, 6))
-    dist.all_gather_single(side_by_side, of(rank, 6, 5).t())
+    dist.all_gather_into_tensor(side_by_side, of(rank, 6, 5).t())
     same(side_by_side, whole.transpose(1, 2).reshape(-1, 6))
     dist.reduce(mine := crooked(of(rank, 6, 5)), dst=2, op=dist.ReduceOp.MAX)
     same(mine, whole.amax(0) if rank == 2 else of(rank, 6, 5))
@@ -178,12 +178,12 @@ def several_at_once(rank: int, ranks: int) -> None:
     whole = [torch.empty(ranks * 4), torch.empty(ranks * 4)]
     with dist._coalescing_manager():
         for tensor in whole:
-            dist.all_gather_single(tensor, of(rank, 4))
+            dist.all_gather_into_tensor(tensor, of(rank, 4))
     same(whole[1], torch.cat([of(other, 4) for other in range(ranks)]))
     parts = [torch.empty(4), torch.empty(4)]
     with dist._coalescing_manager():
         for tensor in parts:
-            dist.reduce_scatter_single(tensor, of(rank, ranks * 4))
+            dist.reduce_scatter_tensor(tensor, of(rank, ranks * 4))
     same(parts[1], torch.stack([of(r, ranks * 4) for r in range(ranks)]).sum(0)[4 * rank : 4 * rank + 4])
     work = dist.all_reduce(many[0], async_op=True)
     assert work is not None

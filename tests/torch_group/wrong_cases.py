@@ -49,8 +49,8 @@ def what_cannot_be_is_one_sentence(rank: int, ranks: int) -> None:
         ("all_gather", "list of 2", "give 3"): lambda: dist.all_gather(two, two[0]),
         ("reduce_scatter", "list of 2", "give 3"): lambda: dist.reduce_scatter(two[0], two),
         ("all_to_all", "list of 2", "give 3"): lambda: dist.all_to_all(two, three),
-        ("7 elements", "3 ranks must divide it"): lambda: dist.all_gather_single(torch.ones(7), two[0]),
-        ("output of 3 elements",): lambda: dist.reduce_scatter_single(torch.ones(3), torch.ones(6)),
+        ("7 elements", "3 ranks must divide it"): lambda: dist.all_gather_into_tensor(torch.ones(7), two[0]),
+        ("output of 3 elements",): lambda: dist.reduce_scatter_tensor(torch.ones(3), torch.ones(6)),
         ("[1, 1]", "give 3 sizes"): lambda: dist.all_to_all_single(two[0], two[0], [1, 1], [1, 1]),
         ("send to rank 7",): lambda: dist.send(two[0], 7),
     }
