@@ -40,7 +40,7 @@ from paceline.checkpoint.tensor_file import (
 )
 from paceline.errors import CheckpointError, InvalidInput
 
-_VERSION = "1"
+_VERSION = "2"
 _VERSION_KEY, _CONTENTS_KEY, _CHECKSUM_KEY = "paceline", "paceline.contents", "paceline.contents.crc32"
 _TRAINING_KEY = "paceline.training_file"
 _SAVE_KEY = "paceline.save"
