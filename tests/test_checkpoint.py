@@ -376,8 +376,8 @@ def test_notes_that_are_not_ours_are_refused_even_with_a_right_checksum(tmp_path
 def test_another_format_version_is_refused_and_keeps_its_training_file(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     checkpoint.write(path, **numbered(1))
-    rewritten(path, paceline="2")
-    assert "is a checkpoint of format '2', and this Paceline reads '1'" in refusal(path)
+    rewritten(path, paceline="3")
+    assert "is a checkpoint of format '3', and this Paceline reads '2'" in refusal(path)
     checkpoint.write(path, **numbered(2))
     assert len(training_files(tmp_path)) == 2
 
