@@ -1,6 +1,7 @@
 """Imports point one way. A room is a folder of the package, a folder of `central`, or a file beside them."""
 
 import ast
+import re
 from pathlib import Path
 
 import paceline
@@ -42,3 +43,13 @@ def test_no_two_rooms_import_each_other() -> None:
         for room in free:
             del below[room]
     assert not below, {room: sorted(needs & below.keys()) for room, needs in below.items()}
+
+
+def test_what_a_room_names_is_in_it() -> None:
+    for path in PACKAGE.rglob("__init__.py"):
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        files = [file for file in path.parent.iterdir() if file.suffix == ".py"]
+        there = {file.stem for file in path.parent.iterdir()}
+        there |= set(re.findall(r"^(?:def|class) (\w+)", "\n".join(file.read_text() for file in files), re.MULTILINE))
+        named = {word for word in re.findall(r"`(\w+)`", text) if word.islower()}
+        assert path.parent == PACKAGE or named <= there, (path, named - there)

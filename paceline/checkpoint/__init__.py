@@ -10,7 +10,7 @@
 process that is killed at any moment leaves the old save or the new one. Every byte that counts is under a
 checksum, so a file that is cut short, altered or of another save is refused with its name and the reason.
 
-Nothing here knows what the tensors mean: the trainer says what goes in and makes sense of what comes out.
+Nothing here knows what is saved: `loop/training_loop.py` puts it together, tensors and a `RunState` as notes.
 """
 
 from paceline.checkpoint.saves import Checkpoint, read, read_model, write

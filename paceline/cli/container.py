@@ -24,7 +24,7 @@ from paceline.watch.display import put
 
 if TYPE_CHECKING:
     from paceline.central.client.reader import Reader, Summary
-    from paceline.central.wire.replies import Listing
+    from paceline.central.messages.replies import Listing
 
 ACTIONS = {"list": (), "show": ("NAME",), "save": ("NAME", "PATH"), "drop": ("NAME",), "copy": ("NAME", "NEW")}
 BAR = 40  # letters of the longest line of a histogram

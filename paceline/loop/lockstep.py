@@ -1,7 +1,8 @@
 """Runs in which all replicas take the same steps: one process, and mirrored replicas.
 
 Every replica keeps a ledger of its own, and all stay equal. A replica's samples are a function of the ledger and of its
-share, the n-th of so many, so when one dies the others get larger shares of the very same samples.
+share, the n-th of so many, so when one dies the others get larger shares of the very same samples: `Together.attempt`
+tries the step again, and `ReplicaBatch.compute` is given another share.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 """The promise that strategies change speed and never results, as something that can be run.
 
-`recorder` writes down every tensor of a run's first steps; `compare` finds the first that differs between two runs.
+The training loop's recorder writes down every tensor of a run's first steps; `compare` finds the first that differs
+between two runs.
 """

@@ -14,7 +14,7 @@ from async_cases import together, told
 from torch import nn
 
 import paceline as pl
-from paceline.central.wire.replies import Settled
+from paceline.central.messages.replies import Settled
 from paceline.rules import Rule, Sync
 
 SLOW, DIES = 3, 2

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from paceline.central.chief.tasks import OnceTask
 from paceline.central.chief.tickets import Accepted, Close
 from paceline.central.durability.log_journal import LogJournal
+from paceline.central.messages.notes import ShareNotes
+from paceline.central.messages.records import AnyRecord, Made, MembersChanged, Pushed, RuleSet, TaskResult
+from paceline.central.messages.settings import Settings
 from paceline.central.shards import OptimizerSpec, Spec
-from paceline.central.wire.notes import ShareNotes
-from paceline.central.wire.records import AnyRecord, Made, MembersChanged, Pushed, RuleSet, TaskResult
-from paceline.central.wire.settings import Settings
 from paceline.errors import CheckpointError, PacelineError
 from paceline.rules import Async
 

@@ -19,12 +19,12 @@ from paceline.central.container.training import ContainerTraining, Share
 from paceline.central.durability.log_journal import LogJournal
 from paceline.central.durability.recovery import keep, recover
 from paceline.central.durability.snapshot import save, waiting
+from paceline.central.messages.records import Pushed
+from paceline.central.messages.replies import Settled, Ticket
+from paceline.central.messages.requests import Ask, Report, Task, TaskDone
+from paceline.central.messages.settings import Settings
 from paceline.central.shards import describe, plain_options
 from paceline.central.tables.tables import Rows, TableSpec
-from paceline.central.wire.records import Pushed
-from paceline.central.wire.replies import Settled, Ticket
-from paceline.central.wire.requests import Ask, Report, Task, TaskDone
-from paceline.central.wire.settings import Settings
 from paceline.errors import CheckpointError, PacelineError
 from paceline.evaluations import EvaluationKey
 from paceline.rules import Async, Rule, Sync

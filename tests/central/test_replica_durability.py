@@ -24,10 +24,10 @@ from paceline.central.durability.backup import Backup, KeptShare
 from paceline.central.durability.peer_journal import Link, PeerJournal
 from paceline.central.durability.recovery import keep, recover
 from paceline.central.durability.snapshot import save, waiting, whole
+from paceline.central.messages import replies, requests
+from paceline.central.messages.records import Made, Pushed
 from paceline.central.server.server import Server
 from paceline.central.shards import plain_options
-from paceline.central.wire import replies, requests
-from paceline.central.wire.records import Made, Pushed
 from paceline.errors import PacelineError, StrategyError
 from paceline.rules import Async, Sync
 from paceline.strategy import Centralized

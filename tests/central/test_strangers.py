@@ -33,16 +33,16 @@ from paceline.central.container import training as training_module
 from paceline.central.container.container import Container
 from paceline.central.container.training import ContainerTraining, Share
 from paceline.central.durability.snapshot import whole
+from paceline.central.messages import replies, requests
+from paceline.central.messages.coding import Coding
+from paceline.central.messages.connection import Connection
+from paceline.central.messages.records import Made, MembersChanged, PulledCopy, Pushed, RowsPut, RuleSet, TaskResult
+from paceline.central.messages.settings import Settings
+from paceline.central.messages.tensor_bytes import entries_of
 from paceline.central.server import server as server_module
 from paceline.central.server.server import Server
 from paceline.central.shards import Shards, describe
 from paceline.central.tables.tables import TableSpec
-from paceline.central.wire import replies, requests
-from paceline.central.wire.coding import Coding
-from paceline.central.wire.connection import Connection
-from paceline.central.wire.records import Made, MembersChanged, PulledCopy, Pushed, RowsPut, RuleSet, TaskResult
-from paceline.central.wire.settings import Settings
-from paceline.central.wire.tensor_bytes import entries_of
 from paceline.cli.keys import make_certificate, make_keys
 from paceline.errors import PacelineError, SecurityError, Stalled
 from paceline.evaluations import EvaluationKey
@@ -211,7 +211,7 @@ def test_a_client_learns_what_is_wrong(keys: Path) -> None:
 def test_a_peer_of_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with running() as server:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("paceline.central.wire.connection.__version__", "9.9")
+            patch.setattr("paceline.central.messages.connection.__version__", "9.9")
             assert f"this server runs Paceline {__version__} and the client 9.9" in told(server)
         with socket.create_server(("127.0.0.1", 0)) as listener:  # a server that speaks the next protocol
 

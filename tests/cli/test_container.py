@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from paceline.central.client.client import Client, ServerAddresses
+from paceline.central.messages.settings import Settings
 from paceline.central.server.server import Server
-from paceline.central.wire.settings import Settings
 from paceline.cli import main
 from paceline.errors import PacelineError
 

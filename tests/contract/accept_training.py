@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import paceline as pl
-from paceline.central.wire.replies import Settled
+from paceline.central.messages.replies import Settled
 
 SAMPLES, BATCH, EPOCHS, CLIP = 170, 15, 2, 0.5
 SLOW_S, CHANGE_S = 0.04, 0.1

@@ -16,7 +16,8 @@ Replicas need not be at the same place of the script: one breaks out of its loop
 those who can be at its place; whoever is further on waits for the others, and does not hold them up.
 
 This is plain bookkeeping: no clock, no socket, no tensor. Its owner calls it under a lock, and looks for a step to
-close (`next_close`) after whatever may have changed something: ask, report, leave, a new rule.
+close (`next_close`) after whatever may have changed something: ask, report, leave, a new rule. There it is decided that
+a gradient is late, or (`_close_async`) too stale.
 """
 
 from __future__ import annotations

@@ -26,12 +26,12 @@ from paceline.central.client.pushing import Pushes
 from paceline.central.client.server_view import ServerAddresses, ServerView
 from paceline.central.client.table_rows import TableRows
 from paceline.central.client.whole_tensors import State, WholeTensors
+from paceline.central.messages import replies, requests
+from paceline.central.messages.connection import Connection
+from paceline.central.messages.settings import Settings
+from paceline.central.messages.tensor_bytes import bytes_of
 from paceline.central.shards import Shards, TableSpec, describe, plain_options
 from paceline.central.tables.embedding import Lookup, find_tables
-from paceline.central.wire import replies, requests
-from paceline.central.wire.connection import Connection
-from paceline.central.wire.settings import Settings
-from paceline.central.wire.tensor_bytes import bytes_of
 from paceline.errors import ArenaError, ModelError
 from paceline.machine import machine_identity
 from paceline.memory.arena import Arena

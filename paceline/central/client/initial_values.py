@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from paceline.central.client.server_view import ServerView
 from paceline.central.client.whole_tensors import WholeTensors
+from paceline.central.messages import replies, requests
+from paceline.central.messages.connection import Connection
+from paceline.central.messages.tensor_bytes import bytes_of, entries_of
 from paceline.central.tables.embedding import Lookup
-from paceline.central.wire import replies, requests
-from paceline.central.wire.connection import Connection
-from paceline.central.wire.tensor_bytes import bytes_of, entries_of
 from paceline.net.frames import Channel
 from paceline.optim.models import own_state
 

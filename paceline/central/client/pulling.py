@@ -19,9 +19,9 @@ import torch
 
 from paceline.central.client.server_view import ServerView, as_one, server_of_all, slot_of
 from paceline.central.jobs import together
+from paceline.central.messages import replies, requests
+from paceline.central.messages.coding import Coding
 from paceline.central.shards import ShardPart, Shards
-from paceline.central.wire import replies, requests
-from paceline.central.wire.coding import Coding
 from paceline.errors import Stalled
 from paceline.memory.heap import give_memory_back
 from paceline.net.frames import Channel

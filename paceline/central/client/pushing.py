@@ -12,11 +12,11 @@ from torch import nn
 from paceline.central.client.arrival import Arrival
 from paceline.central.client.server_view import ServerView, as_one, server_of_all, slot_of
 from paceline.central.jobs import BackgroundJob, together
+from paceline.central.messages import replies, requests
+from paceline.central.messages.coding import Coding
+from paceline.central.messages.tensor_bytes import bytes_of
 from paceline.central.shards import ShardPart, Shards
 from paceline.central.tables.tables import Rows
-from paceline.central.wire import replies, requests
-from paceline.central.wire.coding import Coding
-from paceline.central.wire.tensor_bytes import bytes_of
 from paceline.optim.gradients import Destination, GradientCollector, IntoBuffer
 
 

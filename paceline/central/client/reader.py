@@ -24,9 +24,9 @@ import torch
 
 from paceline.central.chief.books import Books
 from paceline.central.client.whole_tensors import WholeTensors
+from paceline.central.messages import replies, requests
+from paceline.central.messages.connection import FIRST_CONTACT_S, Connection
 from paceline.central.shards import Shards
-from paceline.central.wire import replies, requests
-from paceline.central.wire.connection import FIRST_CONTACT_S, Connection
 from paceline.checkpoint.tensor_file import check_storable, write_tensors
 from paceline.errors import CheckpointError, PacelineError
 from paceline.net.secure import Keys

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from paceline.central.messages import replies
+from paceline.central.messages.connection import Connection
+from paceline.central.messages.tensor_bytes import bytes_of
 from paceline.central.shards import ShardPart, Shards
-from paceline.central.wire import replies
-from paceline.central.wire.connection import Connection
-from paceline.central.wire.tensor_bytes import bytes_of
 from paceline.exchange.wire import Feedback, wire
 from paceline.memory.layout import FlatLayout
 from paceline.memory.server_arena import ServerArena

@@ -9,12 +9,12 @@ import torch
 
 from paceline.central.client.pulling import Pulls
 from paceline.central.client.server_view import ServerView, into
+from paceline.central.messages import replies, requests
+from paceline.central.messages.connection import Connection
+from paceline.central.messages.tensor_bytes import bytes_of
 from paceline.central.tables.embedding import Found, Lookup
 from paceline.central.tables.rows_ahead import RowsAhead
 from paceline.central.tables.tables import Dealt, Rows, table_view
-from paceline.central.wire import replies, requests
-from paceline.central.wire.connection import Connection
-from paceline.central.wire.tensor_bytes import bytes_of
 from paceline.memory.arena import Arena
 
 

@@ -9,11 +9,11 @@ import torch
 
 from paceline.central.chief.books import Books
 from paceline.central.client.server_view import into, slot_of
+from paceline.central.messages import replies, requests
+from paceline.central.messages.connection import Connection
+from paceline.central.messages.replies import Copied
+from paceline.central.messages.tensor_bytes import bytes_of, named_tensors, type_name
 from paceline.central.shards import DTYPES, Shards
-from paceline.central.wire import replies, requests
-from paceline.central.wire.connection import Connection
-from paceline.central.wire.replies import Copied
-from paceline.central.wire.tensor_bytes import bytes_of, named_tensors, type_name
 from paceline.net.frames import Channel
 
 ROWS_AT_ONCE = 1 << 18  # of a table, in one request

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 from paceline.central.chief.books import Books
 from paceline.central.chief.chief import Chief
 from paceline.central.chief.tickets import Close
+from paceline.central.messages.notes import ShareNotes
+from paceline.central.messages.records import AnyRecord, Made, MembersChanged, PulledCopy, Pushed, RowsPut
+from paceline.central.messages.requests import Ask, Open
+from paceline.central.messages.settings import Settings
 from paceline.central.shards import DTYPES, MAP_VERSION, Option, Spec
-from paceline.central.wire.notes import ShareNotes
-from paceline.central.wire.records import AnyRecord, Made, MembersChanged, PulledCopy, Pushed, RowsPut
-from paceline.central.wire.requests import Ask, Open
-from paceline.central.wire.settings import Settings
 from paceline.errors import InvalidInput, PacelineError
 from paceline.rules import Sync
 from paceline.run_place import check_container

@@ -17,8 +17,8 @@ from paceline.central.chief.chief import Chief
 from paceline.central.chief.tickets import Close
 from paceline.central.container.buffers import ModelBuffers
 from paceline.central.container.container import Container
-from paceline.central.wire.notes import ChiefNotes
-from paceline.central.wire.records import AnyRecord, ChapterShape, Made, MembersChanged, RuleSet, TaskResult
+from paceline.central.messages.notes import ChiefNotes
+from paceline.central.messages.records import AnyRecord, ChapterShape, Made, MembersChanged, RuleSet, TaskResult
 from paceline.errors import CheckpointError
 
 

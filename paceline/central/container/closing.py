@@ -17,11 +17,11 @@ from typing import Any
 from paceline.central.chief.tickets import Close
 from paceline.central.container.chief_state import ChiefState
 from paceline.central.jobs import together
+from paceline.central.messages.connection import Connection
+from paceline.central.messages.records import Made, packed
+from paceline.central.messages.replies import Copied, Done, SquaredNorm
+from paceline.central.messages.requests import Apply, Copy, Drop, Freeze, Request, Thaw
 from paceline.central.shards import Option
-from paceline.central.wire.connection import Connection
-from paceline.central.wire.records import Made, packed
-from paceline.central.wire.replies import Copied, Done, SquaredNorm
-from paceline.central.wire.requests import Apply, Copy, Drop, Freeze, Request, Thaw
 from paceline.errors import PacelineError, Stalled
 
 Options = Sequence[dict[str, Option]]

@@ -17,10 +17,10 @@ from paceline.central.chief.tickets import Close
 from paceline.central.container.bounds import check_close, check_options, check_place
 from paceline.central.container.journal import Journal
 from paceline.central.container.step_maker import States, StepMaker
+from paceline.central.messages.records import Made, PulledCopy, Pushed, RowsPut, packed
+from paceline.central.messages.settings import Settings
 from paceline.central.shards import Option, Shards, Spec
 from paceline.central.tables.tables import Rows, Table, TableCopy
-from paceline.central.wire.records import Made, PulledCopy, Pushed, RowsPut, packed
-from paceline.central.wire.settings import Settings
 from paceline.errors import PacelineError
 from paceline.memory.server_arena import ServerArena
 

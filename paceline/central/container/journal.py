@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from paceline.central.wire.notes import ShareNotes
-from paceline.central.wire.records import AnyRecord
+from paceline.central.messages.notes import ShareNotes
+from paceline.central.messages.records import AnyRecord
 
 
 class Journal:

@@ -20,12 +20,12 @@ from paceline.central.container.chief_state import ChiefState
 from paceline.central.container.closing import StepCloser
 from paceline.central.container.container import Container
 from paceline.central.container.presence import GRACE_S, Presence
+from paceline.central.messages.connection import Connection
+from paceline.central.messages.records import RuleSet, TaskResult
+from paceline.central.messages.replies import Ended, Result, Settled, TaskPart, Ticket, Waiting
+from paceline.central.messages.requests import Ask, GiveBack, Report, Task, TaskDone
+from paceline.central.messages.settings import Settings
 from paceline.central.shards import Spec
-from paceline.central.wire.connection import Connection
-from paceline.central.wire.records import RuleSet, TaskResult
-from paceline.central.wire.replies import Ended, Result, Settled, TaskPart, Ticket, Waiting
-from paceline.central.wire.requests import Ask, GiveBack, Report, Task, TaskDone
-from paceline.central.wire.settings import Settings
 from paceline.errors import ModelError, PacelineError
 from paceline.rules import Rule
 

@@ -17,10 +17,10 @@ from paceline.central.container.bounds import check_count, check_notes, check_re
 from paceline.central.container.training import Share
 from paceline.central.durability.recovery import rebuilt
 from paceline.central.durability.snapshot import Tensors, again, whole
-from paceline.central.wire.notes import ShareNotes
-from paceline.central.wire.records import AnyRecord
-from paceline.central.wire.replies import Done, Missing
-from paceline.central.wire.requests import Fetch, Forget, Keep, KeepWhole
+from paceline.central.messages.notes import ShareNotes
+from paceline.central.messages.records import AnyRecord
+from paceline.central.messages.replies import Done, Missing
+from paceline.central.messages.requests import Fetch, Forget, Keep, KeepWhole
 from paceline.errors import PacelineError
 
 NO_RECORD = (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, RuntimeError)

@@ -35,8 +35,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from paceline.central.container.journal import Journal
-from paceline.central.wire.notes import ShareNotes
-from paceline.central.wire.records import AnyRecord, Body, Made
+from paceline.central.messages.notes import ShareNotes
+from paceline.central.messages.records import AnyRecord, Body, Made
 from paceline.errors import CheckpointError, PacelineError
 
 LOG_BYTES = 1 << 29  # a log grows to this, or to some times the container, until there is a snapshot

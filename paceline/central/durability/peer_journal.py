@@ -30,12 +30,12 @@ from typing import Any
 import torch
 
 from paceline.central.container.journal import Journal
-from paceline.central.wire.connection import Connection
-from paceline.central.wire.notes import ShareNotes
-from paceline.central.wire.records import AnyRecord, Made, PulledCopy, packed
-from paceline.central.wire.replies import Done, Missing
-from paceline.central.wire.requests import Forget, Keep, KeepWhole
-from paceline.central.wire.tensor_bytes import Entry, entries_of
+from paceline.central.messages.connection import Connection
+from paceline.central.messages.notes import ShareNotes
+from paceline.central.messages.records import AnyRecord, Made, PulledCopy, packed
+from paceline.central.messages.replies import Done, Missing
+from paceline.central.messages.requests import Forget, Keep, KeepWhole
+from paceline.central.messages.tensor_bytes import Entry, entries_of
 from paceline.errors import CheckpointError, PacelineError
 
 NOTE = "kept-by"

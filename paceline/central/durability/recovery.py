@@ -25,11 +25,11 @@ from paceline.central.container.training import ContainerTraining, Share
 from paceline.central.durability.log_journal import LogJournal
 from paceline.central.durability.peer_journal import NOTE, Connect, KeptBy, PeerJournal, Say
 from paceline.central.durability.snapshot import again, load, save
-from paceline.central.wire.connection import Connection
-from paceline.central.wire.notes import ShareNotes
-from paceline.central.wire.replies import Kept, Missing
-from paceline.central.wire.requests import Fetch
-from paceline.central.wire.tensor_bytes import named_tensors
+from paceline.central.messages.connection import Connection
+from paceline.central.messages.notes import ShareNotes
+from paceline.central.messages.replies import Kept, Missing
+from paceline.central.messages.requests import Fetch
+from paceline.central.messages.tensor_bytes import named_tensors
 from paceline.errors import PacelineError
 
 LOG, REPLICA = "log", "replica"  # durabilities

@@ -14,9 +14,8 @@ import torch
 from paceline.central.container.container import Container, FrozenCopy
 from paceline.central.container.step_maker import States
 from paceline.central.container.training import Share
-from paceline.central.tables.tables import Rows, TableCopy
-from paceline.central.wire.notes import ShareNotes
-from paceline.central.wire.records import (
+from paceline.central.messages.notes import ShareNotes
+from paceline.central.messages.records import (
     AnyRecord,
     Made,
     MembersChanged,
@@ -27,6 +26,7 @@ from paceline.central.wire.records import (
     TaskResult,
     packed,
 )
+from paceline.central.tables.tables import Rows, TableCopy
 from paceline.errors import CheckpointError
 
 Tensors = dict[str, torch.Tensor]

@@ -15,6 +15,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.central.chief.books import Books
+from paceline.central.messages.connection import Connection
+from paceline.central.messages.replies import BooksRead, Described, Ended, Ticket
+from paceline.central.messages.requests import Describe, ReadBooks
+from paceline.central.replica.books_and_state import with_counted
 from paceline.central.replica.devices import (
     ActDone,
     ComputeTicket,
@@ -25,11 +29,7 @@ from paceline.central.replica.devices import (
     TicketTaken,
 )
 from paceline.central.replica.engine import CentralizedEngine, servers_of
-from paceline.central.replica.progress import with_counted
 from paceline.central.replica.ticket_samples import TicketSamples
-from paceline.central.wire.connection import Connection
-from paceline.central.wire.replies import BooksRead, Described, Ended, Ticket
-from paceline.central.wire.requests import Describe, ReadBooks
 from paceline.data.ledger import Ledger
 from paceline.evaluations import EvaluationKey
 from paceline.exchange.board import Board, Phase, Word

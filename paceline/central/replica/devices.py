@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.central.wire.replies import Ended, Ticket
+from paceline.central.messages.replies import Ended, Ticket
 from paceline.errors import ModelError, PacelineError
 from paceline.exchange.board import Board
 from paceline.exchange.mailboxes import Peers

@@ -20,12 +20,12 @@ from paceline.central.chief.books import Books
 from paceline.central.chief.tasks import EvaluationTask, OnceTask, ResumeTask
 from paceline.central.client.client import Client
 from paceline.central.client.server_view import ServerAddresses
-from paceline.central.replica.progress import books_of, with_books, with_counted
+from paceline.central.messages.connection import FIRST_CONTACT_S
+from paceline.central.messages.replies import Ended, Ticket, Waiting
+from paceline.central.messages.settings import Settings
+from paceline.central.replica.books_and_state import books_of, with_books, with_counted
 from paceline.central.replica.ticket_samples import TicketSamples
 from paceline.central.replica.working import ClientWorker, Worked, work_on
-from paceline.central.wire.connection import FIRST_CONTACT_S
-from paceline.central.wire.replies import Ended, Ticket, Waiting
-from paceline.central.wire.settings import Settings
 from paceline.data.ledger import Ledger
 from paceline.errors import DataError, PacelineError, Stalled
 from paceline.evaluations import EvaluationKey

@@ -30,9 +30,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.central.client.client import Client
+from paceline.central.messages.replies import Ended, Ticket
 from paceline.central.replica.engine import CentralizedEngine
 from paceline.central.replica.working import ClientWorker, Worked, work_on
-from paceline.central.wire.replies import Ended, Ticket
 from paceline.errors import Stalled
 from paceline.exchange.board import Phase
 from paceline.loop.engine import Batch, Chapter, Closed

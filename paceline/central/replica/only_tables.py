@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from paceline.central.chief.tickets import Accepted, Close
 from paceline.central.client.client import Client
+from paceline.central.messages.settings import Settings
 from paceline.central.replica.engine import servers_of
-from paceline.central.wire.settings import Settings
 from paceline.errors import ModelError
 from paceline.exchange.board import Members
 from paceline.mirrored.step_parts import DecidedStep, StepPart

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from paceline.central.wire.replies import Ended, Ticket
+from paceline.central.messages.replies import Ended, Ticket
 from paceline.data.book import cut
 from paceline.data.feed import Request
 from paceline.loop.engine import Chapter, Closed, ReplicaWork

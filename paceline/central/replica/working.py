@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.central.client.client import Client
-from paceline.central.wire.replies import Settled, Ticket
+from paceline.central.messages.replies import Settled, Ticket
 from paceline.errors import LossError
 from paceline.exchange.board import Phase
 from paceline.loop.engine import Batch, Computed, ReplicaWork

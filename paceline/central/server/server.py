@@ -26,10 +26,10 @@ from paceline.central.durability.backup import Backup
 from paceline.central.durability.peer_journal import Link
 from paceline.central.durability.recovery import keep, recover
 from paceline.central.durability.snapshot import save
+from paceline.central.messages import replies, requests
+from paceline.central.messages.connection import Connection
+from paceline.central.messages.tensor_bytes import entries_of
 from paceline.central.server.session import Session
-from paceline.central.wire import replies, requests
-from paceline.central.wire.connection import Connection
-from paceline.central.wire.tensor_bytes import entries_of
 from paceline.errors import PacelineError
 from paceline.net.frames import Channel, ConnectionLost, FrameError, tune
 from paceline.net.secure import LINGER_S, Keys, same_token, wrap_server

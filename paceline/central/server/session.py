@@ -16,12 +16,12 @@ from paceline.central.container.bounds import check_books, check_count, check_pl
 from paceline.central.container.container import Container
 from paceline.central.container.step_maker import States
 from paceline.central.container.training import ANSWER_WITHIN_S, ContainerTraining
+from paceline.central.messages import replies, requests
+from paceline.central.messages.coding import Coding
+from paceline.central.messages.records import Pushed, RowsPut
+from paceline.central.messages.tensor_bytes import OTHER_TYPES, bytes_of, entries_of, type_name
 from paceline.central.shards import DTYPES
 from paceline.central.tables.tables import Rows
-from paceline.central.wire import replies, requests
-from paceline.central.wire.coding import Coding
-from paceline.central.wire.records import Pushed, RowsPut
-from paceline.central.wire.tensor_bytes import OTHER_TYPES, bytes_of, entries_of, type_name
 from paceline.errors import PacelineError
 from paceline.machine import machine_identity
 from paceline.net.frames import Channel, ConnectionLost, FrameError

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from paceline.central.chief.books import Books
+from paceline.central.messages.notes import ShareNotes
+from paceline.central.messages.tensor_bytes import Entry
 from paceline.central.shards import Spec
-from paceline.central.wire.notes import ShareNotes
-from paceline.central.wire.tensor_bytes import Entry
 from paceline.rules import Rule, Sync
 
 Run = tuple[int, int]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from paceline.central.wire.tensor_bytes import bytes_of
+from paceline.central.messages.tensor_bytes import bytes_of
 from paceline.exchange.wire import wire
 from paceline.memory.layout import Chunk, FlatLayout
 from paceline.net.frames import Channel, Header

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from paceline.central.chief.books import Books
+from paceline.central.messages.records import ChapterShape, Made, Pushed
+from paceline.central.messages.settings import Settings
 from paceline.central.shards import Spec
-from paceline.central.wire.records import ChapterShape, Made, Pushed
-from paceline.central.wire.settings import Settings
 from paceline.rules import Rule
 
 

@@ -16,11 +16,11 @@ import msgspec
 from paceline.central.chief.books import Books
 from paceline.central.chief.tasks import TaskKey
 from paceline.central.chief.tickets import Close
+from paceline.central.messages.notes import ShareNotes
+from paceline.central.messages.records import AnyRecord
+from paceline.central.messages.settings import Settings
+from paceline.central.messages.tensor_bytes import Entry
 from paceline.central.shards import Option, Spec
-from paceline.central.wire.notes import ShareNotes
-from paceline.central.wire.records import AnyRecord
-from paceline.central.wire.settings import Settings
-from paceline.central.wire.tensor_bytes import Entry
 from paceline.rules import Rule
 
 

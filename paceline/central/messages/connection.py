@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from paceline import __version__
-from paceline.central.wire.replies import REPLIES, Done, Refused, Reply, Waiting
-from paceline.central.wire.requests import Hello
+from paceline.central.messages.replies import REPLIES, Done, Refused, Reply, Waiting
+from paceline.central.messages.requests import Hello
 from paceline.errors import PacelineError, SecurityError, Stalled
 from paceline.net.frames import Channel, ConnectionLost, FrameError, tune
 from paceline.net.secure import Keys, wrap_client
