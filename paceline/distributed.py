@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import operator
 import time
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -126,7 +127,10 @@ class _GradientMean:
         self._exchanging = True
         self._queued = False
         self._exchanges = 0
-        self._step_ended_ns = time.monotonic_ns()
+        self._step_ended_ns = self._exchange_began_ns = self._exchange_ended_ns = time.monotonic_ns()
+        self._held: list[dict[str, torch.Tensor | None]] = []  # by module: its buffers
+        self._seen: list[torch.Tensor | None] = []  # all of them, as of the last thorough look
+        self._look_at_buffers(thoroughly=True)
         for index, parameter in enumerate(self._parameters):
             frozen = not parameter.requires_grad  # it may not stay so, and a hook can be given to no frozen one
             parameter.requires_grad_(True)
@@ -169,9 +173,9 @@ class _GradientMean:
     def _exchange(self) -> None:
         """Backward is over: leave the mean in every `p.grad`."""
         self._queued = False
-        began_ns = time.monotonic_ns()
-        self._look_at_buffers()
+        self._exchange_began_ns = time.monotonic_ns()
         compare = self._exchanges % COMPARE_EVERY == 1
+        self._look_at_buffers(thoroughly=compare)
         self._exchanges += 1
         if compare:
             self._board.set_float(self._replica, Word.PARAMETERS, self._sample_of_parameters())
@@ -199,18 +203,24 @@ class _GradientMean:
             self._compare_parameters(members)
         links = self._links
         self._shared.take_buffers(links.sum if links else None, first=links is None or links.host == 0)
-        used = self._arena.touched[list(members.ranks)].amax(0)
-        if self._links is not None:
-            used = self._links.sum(used.double())
+        used = self._used(members)
         self._reducer.reduce(members)
-        for parameter, view, is_used in zip(self._parameters, self._views, used.tolist(), strict=False):
+        for parameter, view, is_used in zip(self._parameters, self._views, used, strict=False):
             if is_used and parameter.grad is not view:
                 parameter.grad = view
         if self._links is not None:
             self._links.commit()
-        self._board.set(self._replica, Word.COMPUTE_NS, began_ns - self._step_ended_ns)
-        self._board.set(self._replica, Word.WAIT_NS, time.monotonic_ns() - began_ns)
         self._board.enter(self._replica, Phase.BETWEEN)
+        self._exchange_ended_ns = time.monotonic_ns()
+
+    def _used(self, members: Members) -> list[bool]:
+        """By parameter, whether anybody has a gradient for it."""
+        if self._links is None and all(self._touched):
+            return self._touched
+        used = self._arena.touched[list(members.ranks)].amax(0)
+        if self._links is not None:
+            used = self._links.sum(used.double())
+        return (used > 0).tolist()
 
     def _sample_of_parameters(self) -> float:
         """What the elements in the middle of every parameter come to."""
@@ -229,12 +239,18 @@ class _GradientMean:
                     "every replica alike, or in one and pl.broadcast them",
                 )
 
-    def _look_at_buffers(self) -> None:
+    def _look_at_buffers(self, *, thoroughly: bool) -> None:
         """A script may give a module another tensor as its buffer, and pruning gives it a new one."""
+        now = [buffer for held in self._held for buffer in held.values()]
+        same = len(now) == len(self._seen) and all(map(operator.is_, now, self._seen))
+        if same and not thoroughly:
+            return
         buffers = buffers_of(self._model)
         if [(b.shape, b.dtype) for b in buffers] != [(b.shape, b.dtype) for b in self._shared.buffers]:
             self._share()
         self._shared.buffers = buffers
+        self._held = [module._buffers for module in self._model.modules()]
+        self._seen = [buffer for held in self._held for buffer in held.values()]
 
     # ── the optimizer ────────────────────────────────────────────────────────────────────────────────────
 
@@ -258,6 +274,8 @@ class _GradientMean:
         self._board.enter(self._replica, Phase.UPDATING)
 
     def _after_step(self, *_: Any) -> None:
+        self._board.set(self._replica, Word.COMPUTE_NS, self._exchange_began_ns - self._step_ended_ns)
+        self._board.set(self._replica, Word.WAIT_NS, self._exchange_ended_ns - self._exchange_began_ns)
         self._step_ended_ns = time.monotonic_ns()
         self._board.set(self._replica, Word.UPDATE_NS, self._step_ended_ns - self._update_began_ns)
         self._board.set(self._replica, Word.STEP, self._board.get(self._replica, Word.STEP) + 1)
