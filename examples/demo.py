@@ -33,7 +33,7 @@ from safetensors.numpy import load_file
 DEMO = Path(__file__).resolve()
 DIGITS = DEMO.with_name("digits.py")
 PACELINE = [sys.executable, "-c", "import sys; from paceline.cli import main; sys.exit(main())"]
-SAME = 1e-4  # what training makes of rounding is well below, and a mistake would be well above
+SAME = 1e-8  # in float64: what training makes of rounding is well below, and a mistake would be well above
 LONGEST_RUN_S = 300.0
 
 
@@ -146,8 +146,11 @@ def _kill_in_the_middle(run: subprocess.Popen[bytes], events: Path, replica: int
 
 def train_with_a_stopwatch(folder: Path, arguments: list[str]) -> None:
     """In a process that trains: run digits.py as it is, and write down what its trainer did and how long it took."""
+    import torch
+
     import paceline as pl
 
+    torch.set_default_dtype(torch.float64)  # in float32 rounding can grow into a difference that nobody made
     watched: dict[str, float] = {}
 
     class Watched(pl.Trainer):

@@ -16,7 +16,7 @@ import paceline as pl
 
 def digits() -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     images, labels = load_digits(return_X_y=True)
-    x, y = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
+    x, y = torch.tensor(images, dtype=torch.get_default_dtype()) / 16, torch.tensor(labels)
     mixed = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     train, test = mixed[:1500], mixed[1500:]
     return (x[train], y[train]), (x[test], y[test])
