@@ -1,12 +1,13 @@
-"""What Paceline uses of torch's private parts: all of it, what each is for, and what happens where it is missing.
+"""What Paceline uses of torch's private parts: what each is for, and what happens where it is missing.
 
 Two of our accelerations are loans, because they change what torch does: its compiler is loaded late
 (`launch/quick_start.py`), and linear layers write their gradient in place (`optim/linear_gradients.py`). Both stay away
 from a torch that they were not tested with, and `PACELINE_PLAIN_TORCH=1` switches both off; results are the same, and
 starts and steps take longer. Whatever else is missing is said in a sentence as soon as it is asked for.
 
-Elsewhere there are only private names that torch's own documentation tells users to take:
-`Tensor._make_wrapper_subclass` and `torch._C.DisableTorchFunctionSubclass` (extending torch), of tiles.
+Not here yet: tables of hooks (`split/trace.py`), packed products (`torch.ops.mkldnn`, `split/wavefront`), the
+prefix of a compiled model's names (`split/tiles/cut.py`), the mark of a step that schedulers know (`distributed.py`).
+Of tiles are `Tensor._make_wrapper_subclass` and `torch._C.DisableTorchFunctionSubclass`, as torch's own guide has them.
 
 Nothing of torch is imported before it is asked for: the compiler's late loading has to be in place earlier.
 """
