@@ -9,6 +9,7 @@ finish    everybody works on its own shard; the lowest-ranked survivor finishes 
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -36,6 +37,16 @@ class Together:
     def coming(self) -> Members:
         """Who will take part in the next op, if nobody dies before."""
         return self.board.members(self.replica, self.board.get(self.replica, Word.OP) + 1)
+
+    def others_at_it(self) -> list[int]:
+        """Returns the living whom one that was started again can still join: ends the process if they have gone on to
+        another trainer of the script, and may have let go of the memory of this one."""
+        board, me = self.board, self.replica
+        living = [rank for rank in range(board.replicas) if board.alive(rank)]
+        if any(board.get(rank, Word.ARENAS) > board.get(me, Word.ARENAS) for rank in living):
+            print(f"replica {me} cannot join any more: the script has gone on to another trainer", file=sys.stderr)
+            raise SystemExit(0)
+        return living
 
     def attempt(self, one_try: Callable[[Members], T]) -> T:
         """Do the next op with all members; again with those who are left, when one dies before it is complete."""

@@ -7,7 +7,6 @@ has closed, so all agree on the first op in which the newcomer takes part.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 import msgspec
@@ -49,12 +48,8 @@ class Joining(StepPart):
         board.set(me, Word.JOINING, incarnation)
 
         def admitted() -> bool:
-            living = [rank for rank in range(board.replicas) if board.alive(rank)]
-            if not living:
+            if not self._together.others_at_it():
                 raise SystemExit(0)  # the others have finished meanwhile
-            if any(board.get(rank, Word.ARENAS) > board.get(me, Word.ARENAS) for rank in living):
-                print(f"replica {me} cannot join any more: the script has gone on to another trainer", file=sys.stderr)
-                raise SystemExit(0)
             return board.get(me, Word.ADMITTED) == incarnation and (
                 board.host_get(HostWord.CLOSED) >= board.get(me, Word.ADMIT_AT) - 1
             )

@@ -69,7 +69,7 @@ class SharedModel(ModelInArena):
         board = self._together.board
         number = board.next_arena(self._replica)
         while not hasattr(self, "arena"):
-            living = [rank for rank in range(board.replicas) if board.alive(rank)]
+            living = self._together.others_at_it()
             if not living:
                 raise ReplicaDied(f"replica {self._replica} was started again, but nobody is left to join")
             with suppress(MemberLost):
