@@ -15,10 +15,10 @@ def board() -> Board:
 
 def test_members_are_the_living_under_an_even_epoch(board: Board) -> None:
     members = board.members(0, 1)
-    assert (members.ranks, members.epoch, members.chief) == ((0, 1, 2), 0, 0)
+    assert (members.ranks, members.epoch, members.first) == ((0, 1, 2), 0, 0)
     board.declare_ended(0)
     members = board.members(1, 1)
-    assert (members.ranks, members.epoch, members.chief) == ((1, 2), 2, 1)
+    assert (members.ranks, members.epoch, members.first) == ((1, 2), 2, 1)
 
 
 def test_a_later_epoch_of_the_same_op_has_a_larger_tag_and_a_later_op_a_larger_one_still(board: Board) -> None:

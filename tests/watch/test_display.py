@@ -87,6 +87,7 @@ def test_the_live_table_fits_eighty_columns(replicas: int, devices: int, phase: 
     board.host_set(HostWord.TOTAL_STEPS, 1_250_000)
     for row in range(replicas):
         board.set(row, Word.STEP, 1_000_000)
+        board.set(row, Word.SAMPLES_SEEN, 1_000_000)
         board.set_float(row, Word.MEAN_LOSS, 0.01234)
         board.enter(row, phase)
         for word in (Word.COMPUTE_NS, Word.WAIT_NS, Word.UPDATE_NS):
