@@ -239,7 +239,21 @@ def test_a_run_gives_the_losses_and_the_checkpoint_of_one_process(
 @pytest.mark.timeout(300)
 def test_verify_finds_no_difference(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", MAIN, "verify", str(SCRIPT), "--tiles", "2", "--", "--dropout", "0.3"],
+        [
+            sys.executable,
+            "-c",
+            MAIN,
+            "verify",
+            str(SCRIPT),
+            "--tiles",
+            "2",
+            "--tolerance",
+            "1e-9",
+            "--",
+            "--dropout",
+            "0.3",
+            "--double",
+        ],
         cwd=tmp_path,
         capture_output=True,
         text=True,

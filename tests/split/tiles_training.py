@@ -60,7 +60,9 @@ def accuracy(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--double", action="store_true", help="in float64, where rounding stays rounding")
     options = parser.parse_args()
+    torch.set_default_dtype(torch.float64 if options.double else torch.float32)
     model = make(options.dropout)
     random = torch.Generator().manual_seed(1)
     data = torch.randn(14, 3, 15, 18, generator=random), torch.randint(5, (14,), generator=random)
