@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from paceline.data.feed import Ahead
+from paceline.data.feed import Ahead, Request
 from paceline.errors import PacelineError
 from paceline.loop.engine import Chapter, Computed, ReplicaWork, Samples, Worker
 from paceline.loop.passes import Passes
@@ -24,10 +25,19 @@ class ReplicaBatches(list[Any]):
 class ReplicaBatch:
     """One replica's part of a batch."""
 
-    def __init__(self, work: ReplicaWork, chapter: Chapter, samples: Samples, ahead: Ahead, passes: Passes) -> None:
+    def __init__(
+        self,
+        work: ReplicaWork,
+        following: Sequence[Request],
+        chapter: Chapter,
+        samples: Samples,
+        ahead: Ahead,
+        passes: Passes,
+    ) -> None:
+        """`following`: what most likely comes next."""
         self.work = work
         self._samples, self._ahead, self._passes = samples, ahead, passes
-        self._following = samples.following(work)
+        self._following = following
         self._changed = False  # by the user
         self.micro_batches = ahead.take(*work.request)
         self.given: Any = MicroBatches(self.micro_batches)

@@ -113,8 +113,10 @@ class TrainingLoop:
         if not works:
             return None
         self._schedule.catch_up(works[0].step)
-        ahead.want([*(work.request for work in works), *(r for work in works for r in samples.following(work))])
-        return DrawnBatch([ReplicaBatch(work, chapter, samples, ahead, self._passes) for work in works])
+        following = [samples.following(work) for work in works]
+        ahead.want([*(work.request for work in works), *(request for after in following for request in after)])
+        drawn = zip(works, following, strict=True)
+        return DrawnBatch([ReplicaBatch(work, after, chapter, samples, ahead, self._passes) for work, after in drawn])
 
     def step(self, batch: Any) -> float:
         drawn, samples = self._drawn, self._samples
