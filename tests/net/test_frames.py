@@ -17,8 +17,10 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from raw_frames import PROTOCOL, prelude, raw_frame
 
 from paceline.net.frames import (
     MOST_HEADER_BYTES,
@@ -27,11 +29,11 @@ from paceline.net.frames import (
     SMALL_BYTES,
     Channel,
     ConnectionLost,
+    FrameDamaged,
     FrameError,
     tune,
 )
 
-PRELUDE = struct.Struct("<3sBIQ")
 SOON_S = 30.0  # longer than anything here takes: a hang is an error and not a wait
 
 
@@ -91,7 +93,7 @@ def beside() -> Iterator[ThreadPoolExecutor]:
 
 def frame(header: Any, body: bytes = b"") -> bytes:
     encoded = msgspec.msgpack.encode(header)
-    return PRELUDE.pack(b"PLN", 1, len(encoded), len(body)) + encoded + body
+    return raw_frame(encoded, body)
 
 
 def done(future: Future[Any]) -> Any:
@@ -297,7 +299,7 @@ def test_a_byte_now_and_then_does_not_stretch_the_timeout(
 
     def trickle() -> None:
         with contextlib.suppress(OSError):
-            for byte in PRELUDE.pack(b"PLN", 1, 60_000, 0) + bytes(60_000):
+            for byte in prelude(60_000, 0) + bytes(60_000):
                 stranger.sendall(bytes([byte]))
                 if ended.wait(0.0005):
                     return
@@ -387,7 +389,7 @@ def test_an_error_while_a_body_is_made_ends_the_connection(raw: tuple[socket.soc
         channel.send(Push(1), parts(), body_bytes=8)
     with pytest.raises(ConnectionLost):
         channel.send(Push(2))
-    assert stranger.makefile("rb").read() == frame(Push(1), b"half----")[:-4]
+    assert stranger.makefile("rb").read() == frame(Push(1), b"half----")[:-12]
 
 
 @pytest.mark.parametrize(("parts", "sentence"), [([b"123"], "1 bytes short"), ([b"123", b"45"], "longer than")])
@@ -397,7 +399,7 @@ def test_a_body_is_as_long_as_announced(
     stranger, channel = raw
     with pytest.raises(AssertionError, match=sentence):
         channel.send(Push(1), map(memoryview, parts), body_bytes=4)
-    assert stranger.makefile("rb").read() == frame(Push(1), b"123-")[:-1]
+    assert stranger.makefile("rb").read() == frame(Push(1), b"123-")[:-9]
 
 
 # ── what is no frame ─────────────────────────────────────────────────────────────────────────────────────────
@@ -406,31 +408,31 @@ encode = msgspec.msgpack.encode
 WRONG = {
     "http": (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "something else and not a frame"),
     "tls": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(20), "what arrived is TLS"),
-    "version": (PRELUDE.pack(b"PLN", 9, 1, 0) + b"\x80", "speaks version 9 of the protocol and this one 1"),
-    "long header": (PRELUDE.pack(b"PLN", 1, (64 << 10) + 1, 0), r"a frame of 65537 \+ 0 bytes is larger"),
-    "longest header": (PRELUDE.pack(b"PLN", 1, 2**32 - 1, 0), "is larger than"),
-    "longest body": (PRELUDE.pack(b"PLN", 1, 1, 2**64 - 1), "is larger than"),
-    "empty header": (PRELUDE.pack(b"PLN", 1, 0, 0), "does not fit its schema"),
+    "version": (raw_frame(b"\x80", version=9), "speaks version 9 of the protocol and this one 2"),
+    "long header": (prelude((64 << 10) + 1, 0), r"a frame of 65537 \+ 0 bytes is larger"),
+    "longest header": (prelude(2**32 - 1, 0), "is larger than"),
+    "longest body": (prelude(1, 2**64 - 1), "is larger than"),
+    "empty header": (raw_frame(b""), "does not fit its schema"),
     "no map": (frame([1, 2]), "does not fit its schema"),
     "unknown tag": (frame({"type": "exec", "step": 1}), "does not fit its schema"),
     "missing field": (frame({"type": "push"}), "does not fit its schema"),
     "wrong type": (frame({"type": "push", "step": "one"}), "does not fit its schema"),
-    "not UTF-8": (frame({"type": "push", "step": 1, "names": ["aa"]}).replace(b"aa", b"\xff\xff"), "does not fit"),
-    "more after the header": (PRELUDE.pack(b"PLN", 1, 30, 0) + encode({"type": "pull", "step": 1}) + bytes(30), "fit"),
+    "not UTF-8": (raw_frame(encode({"type": "push", "step": 1, "names": ["aa"]}).replace(b"aa", b"\xff\xff")), "fit"),
+    "more after the header": (raw_frame(encode({"type": "pull", "step": 1}) + bytes(15)), "fit"),
     "list of 4 billion": (
-        PRELUDE.pack(b"PLN", 1, 24, 0) + b"\x83\xa4type\xa4push\xa5names\xdd\xff\xff\xff\xff" + bytes(9),
+        raw_frame(b"\x83\xa4type\xa4push\xa5names\xdd\xff\xff\xff\xff" + bytes(9)),
         "does not fit its schema",
     ),
     "deep list": (
-        PRELUDE.pack(b"PLN", 1, 60_000, 0) + b"\x83\xa4type\xa4pull\xa6nested" + b"\x91" * 60_000,
+        raw_frame(b"\x83\xa4type\xa4pull\xa6nested" + b"\x91" * 60_000),
         "does not fit its schema",
     ),
     "deep list of no field": (
-        PRELUDE.pack(b"PLN", 1, 60_000, 0) + b"\x83\xa4type\xa4pull\xa6unused" + b"\x91" * 60_000,
+        raw_frame(b"\x83\xa4type\xa4pull\xa6unused" + b"\x91" * 60_000),
         "does not fit its schema",
     ),
     "deep tree": (
-        PRELUDE.pack(b"PLN", 1, 54_000, 0) + b"\x82\xa4type\xa4tree\xa5below\x91" * 3000,
+        raw_frame(b"\x82\xa4type\xa4tree\xa5below\x91" * 3000),
         "does not fit its schema",
     ),
 }
@@ -461,7 +463,7 @@ def test_who_is_trusted_may_send_longer_headers(
     a.trusted = True
     b.send(Push(1))
     a.receive(SOON_S)
-    b._connection.sendall(PRELUDE.pack(b"PLN", 1, MOST_HEADER_BYTES + 1, 0))
+    b._connection.sendall(prelude(MOST_HEADER_BYTES + 1, 0))
     with pytest.raises(FrameError, match="is larger than"):
         a.receive(SOON_S)
 
@@ -514,8 +516,8 @@ def test_what_a_stranger_sends_does_not_get_to_the_terminal(raw: tuple[socket.so
 
 def test_announcing_much_costs_little() -> None:
     """The most a stranger may announce is small; the most a friend may is allocated as it arrives."""
-    announced = PRELUDE.pack(b"PLN", 1, MOST_HEADER_BYTES, 1 << 38)
-    most = PRELUDE.pack(b"PLN", 1, MOST_STRANGERS_HEADER_BYTES, 1 << 38)
+    announced = prelude(MOST_HEADER_BYTES, 1 << 38)
+    most = prelude(MOST_STRANGERS_HEADER_BYTES, 1 << 38)
     tracemalloc.start()
     try:
         for trusted, data in [(False, announced), (False, most), (True, announced)]:
@@ -543,11 +545,10 @@ VALID = [
     frame(Tree([Tree([Tree()]), Tree()]), bytes(100)),
 ]
 announcements = st.builds(
-    PRELUDE.pack,
-    st.sampled_from([b"PLN", b"PLM"]),
-    st.sampled_from([1, 1, 1, 0, 2, 255]),
+    prelude,
     st.integers(0, 2**32 - 1) | st.integers(0, 200),
     st.integers(0, 2**64 - 1) | st.integers(0, 200),
+    version=st.sampled_from([PROTOCOL, PROTOCOL, PROTOCOL, 0, 1, 255]),
 )
 # Pieces of msgpack, put together in any order: deep, truncated, of the wrong type, with lengths that lie.
 pieces = st.lists(
@@ -561,24 +562,28 @@ pieces = st.lists(
 ).map(b"".join)
 
 
-def swallow(data: bytes, *, trusted: bool) -> None:
+def swallow(data: bytes, *, trusted: bool) -> list[tuple[Message, bytes]]:
     """Receives until the end of what a stranger sent; anything but the two errors is a failure, and so is a wait."""
     stranger, connection = socket.socketpair()
     channel = Channel[Message](connection, DECODER, most_body_bytes=1 << 20)
     channel.trusted = trusted
+    received = []
     with stranger:
         stranger.sendall(data)
         stranger.shutdown(socket.SHUT_WR)
         began = time.monotonic()
         try:
             while True:
-                _, length = channel.receive(SOON_S)
-                assert len(channel.read_whole_body(1 << 20, SOON_S)) == length
+                header, length = channel.receive(SOON_S)
+                body = channel.read_whole_body(1 << 20, SOON_S)
+                assert len(body) == length
                 channel.end_body()
+                received.append((header, bytes(body)))
         except (FrameError, ConnectionLost):
             pass
         assert time.monotonic() - began < SOON_S / 2
     channel.close()
+    return received
 
 
 @anything
@@ -589,28 +594,51 @@ def test_random_bytes(data: bytes, trusted: bool) -> None:
 
 @anything
 @given(announcements, st.binary(max_size=300), st.booleans())
-@example(PRELUDE.pack(b"PLN", 1, 0, 0), b"", True)
-def test_random_announcements(prelude: bytes, rest: bytes, trusted: bool) -> None:
-    swallow(prelude + rest, trusted=trusted)
+@example(prelude(0, 0), b"", True)
+def test_random_announcements(begin: bytes, rest: bytes, trusted: bool) -> None:
+    swallow(begin + rest, trusted=trusted)
 
 
 @anything
 @given(pieces, st.integers(-2, 2), st.booleans())
 def test_random_headers(header: bytes, lie: int, trusted: bool) -> None:
-    swallow(PRELUDE.pack(b"PLN", 1, max(0, len(header) + lie), 0) + header, trusted=trusted)
+    told = max(0, len(header) + lie)
+    swallow(prelude(told, 0, header_sum=xxhash.xxh3_64_intdigest((header + bytes(2))[:told])) + header, trusted=trusted)
 
 
 @anything
-@given(st.lists(st.sampled_from(VALID), min_size=1, max_size=3).map(b"".join), st.data())
-def test_flipped_bits_and_truncated_frames(data: bytes, draw: st.DataObject) -> None:
-    changed = bytearray(data)
-    for bit in draw.draw(st.lists(st.integers(0, 8 * len(data) - 1), max_size=4)):
+@given(st.lists(st.sampled_from(VALID), min_size=1, max_size=3), st.data())
+def test_flipped_bits_and_truncated_frames_are_never_taken_for_others(frames: list[bytes], draw: st.DataObject) -> None:
+    whole = b"".join(frames)
+    changed = bytearray(whole)
+    for bit in draw.draw(st.lists(st.integers(0, 8 * len(whole) - 1), max_size=4)):
         changed[bit // 8] ^= 1 << bit % 8
-    swallow(bytes(changed[: draw.draw(st.integers(0, len(changed)))]), trusted=draw.draw(st.booleans()))
+    del changed[draw.draw(st.integers(0, len(changed))) :]
+    received = [raw_frame(encode(header), body) for header, body in swallow(bytes(changed), trusted=True)]
+    assert whole.startswith(b"".join(received))
+
+
+@pytest.mark.parametrize("place", range(len(WHOLE)))
+def test_a_flip_at_any_byte_is_found(place: int) -> None:
+    changed = bytearray(WHOLE)
+    changed[place] ^= 1 + place % 255
+    assert swallow(bytes(changed), trusted=True) == []
+    assert len(swallow(WHOLE + bytes(changed), trusted=True)) == 1
+
+
+def test_a_body_in_which_parts_have_changed_places_is_found(raw: tuple[socket.socket, Channel[Message]]) -> None:
+    stranger, channel = raw
+    body = os.urandom(1 << 20)
+    sent = frame(Push(1), body).replace(body, body[1 << 19 :] + body[: 1 << 19])
+    with ThreadPoolExecutor(1) as beside:
+        beside.submit(stranger.sendall, sent)
+        channel.receive(SOON_S)
+        with pytest.raises(FrameDamaged, match="the body of a frame was damaged on the way"):
+            channel.read_body(memoryview(bytearray(len(body))), SOON_S)
 
 
 @settings(max_examples=60, deadline=None)
-@given(announcements | pieces.map(lambda header: PRELUDE.pack(b"PLN", 1, len(header), 2**20) + header))
+@given(announcements | pieces.map(lambda header: raw_frame(header, bytes(9))[:-9]))
 def test_nothing_makes_a_stranger_cost_more_than_the_bound(data: bytes) -> None:
     tracemalloc.start()
     try:
