@@ -99,13 +99,18 @@ def read_token(given: Path) -> str:
     return data.decode()
 
 
-def same_token(a: str, b: str) -> bool:
-    """Takes as long for a nearly right one as for any other, so that nobody can feel the way to the right one.
+def proof_of(token: str, nonce: bytes) -> bytes:
+    """What only somebody who knows the token can make of a number that was never used before.
 
-    >>> same_token("secret", "secret"), same_token("secret", "sécret")
-    (True, False)
+    >>> proof_of("secret", b"1") == proof_of("secret", b"2")
+    False
     """
-    return hmac.compare_digest(a.encode("utf-8", "surrogatepass"), b.encode("utf-8", "surrogatepass"))
+    return hmac.digest(token.encode("utf-8", "surrogatepass"), nonce, "sha256")
+
+
+def same_proof(a: bytes, b: bytes) -> bool:
+    """Takes as long for a nearly right one as for any other, so that nobody can feel the way to the right one."""
+    return hmac.compare_digest(a, b)
 
 
 def write_secret(path: Path, data: bytes, mode: int = 0o600) -> None:

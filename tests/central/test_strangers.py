@@ -6,7 +6,6 @@ import contextlib
 import os
 import socket
 import ssl
-import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ import torch
 from conftest import Run, Start
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from raw_frames import PROTOCOL, prelude, raw_frame
 from torch import nn
 
 from paceline import __version__
@@ -39,15 +39,16 @@ from paceline.central.messages.connection import Connection
 from paceline.central.messages.records import Made, MembersChanged, PulledCopy, Pushed, RowsPut, RuleSet, TaskResult
 from paceline.central.messages.settings import Settings
 from paceline.central.messages.tensor_bytes import entries_of
-from paceline.central.server import server as server_module
+from paceline.central.server import welcome as welcome_module
 from paceline.central.server.server import Server
+from paceline.central.server.welcome import Strangers
 from paceline.central.shards import Shards, describe
 from paceline.central.tables.tables import TableSpec
 from paceline.cli.keys import make_certificate, make_keys
 from paceline.errors import PacelineError, SecurityError, Stalled
 from paceline.evaluations import EvaluationKey
-from paceline.net.frames import MAGIC, PROTOCOL, Channel
-from paceline.net.secure import Keys
+from paceline.net.frames import MAGIC, Channel
+from paceline.net.secure import Keys, proof_of
 from paceline.rules import Sync
 
 TOKEN = "a token that nobody can guess"
@@ -93,28 +94,31 @@ def running(keys: Keys | None = None) -> Iterator[Running]:
         yield found
 
 
-def frame(header: bytes, body: bytes = b"", *, version: int = PROTOCOL) -> bytes:
-    return struct.pack("<3sBIQ", MAGIC, version, len(header), len(body)) + header + body
+def request(asked: Any, body: bytes = b"") -> bytes:
+    return raw_frame(msgspec.msgpack.encode(asked), body)
 
 
-def hello(**fields: str) -> bytes:
-    return frame(msgspec.msgpack.encode(requests.Hello(**{"version": __version__, "token": TOKEN, **fields})))
+def hello(version: str = __version__) -> bytes:
+    return request(requests.Hello(version=version))
 
 
 # What a stranger sends, and a word of the line that tells about it.
 STRANGERS: dict[str, tuple[bytes, str]] = {
-    "a wrong token": (hello(token="x" * 30), "the token is not this server's"),
-    "no token": (hello(token=""), "the token is not this server's"),
+    "a wrong proof": (hello() + request(requests.Proof(proof=bytes(32))), "the token is not this server's"),
+    "no proof": (hello() + request(requests.Proof(proof=b"")), "the token is not this server's"),
+    "a request instead of a proof": (hello() + request(requests.Containers()), "is not a proof"),
     "another version of Paceline": (hello(version="0.0.1"), f"this server runs Paceline {__version__}"),
-    "another version of the protocol": (frame(b"", version=PROTOCOL + 1), "speaks version 2 of the protocol"),
+    "a version for the terminal": (hello(version="9\x1b[2J\n"), "and the client 9?[2J?: use"),
+    "another version of the protocol": (raw_frame(b"", version=PROTOCOL + 1), "speaks version 3 of the protocol"),
     "garbage": (os.urandom(64), "not a frame of this protocol"),
     "a browser": (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "not a frame of this protocol"),
     "half a frame": (hello()[:20], "has gone"),
-    "a header that is too long": (struct.pack("<3sBIQ", MAGIC, PROTOCOL, 1 << 30, 0), "is larger than the"),
-    "a body that is too long": (struct.pack("<3sBIQ", MAGIC, PROTOCOL, 8, 1 << 60), "is larger than the"),
-    "a request without a greeting": (frame(msgspec.msgpack.encode(requests.Containers())), "is not a greeting"),
-    "a header of no schema": (frame(b"\xc1\xc1"), "does not fit its schema"),
-    "a greeting with a body": (frame(hello()[16:], b"more"), "too long"),
+    "a header that is too long": (prelude(1 << 30, 0), "is larger than the"),
+    "a body that is too long": (prelude(8, 1 << 60), "is larger than the"),
+    "a request without a greeting": (request(requests.Containers()), "is not a greeting"),
+    "a header of no schema": (raw_frame(b"\xc1\xc1"), "does not fit its schema"),
+    "a greeting with a body": (request(requests.Hello(version=__version__), b"more"), "too long"),
+    "a damaged greeting": (hello()[:-1] + b"\0", "the header of a frame was damaged"),
 }
 
 
@@ -143,26 +147,43 @@ def test_a_stranger_is_sent_away_with_a_line_in_the_log(stranger: str) -> None:
 
 
 def test_who_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "HELLO_WITHIN_S", 0.2)
+    monkeypatch.setattr(welcome_module, "HELLO_WITHIN_S", 0.2)
     with running() as server, server.connect() as connection:
         assert connection.recv(1) == b""
         assert server.said_soon("did not answer within 0.2 s")
 
 
-def test_there_is_a_limit_to_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "MOST_STRANGERS", 3)
-    with running() as server, contextlib.ExitStack() as stack:
-        for _ in range(3):
-            stack.enter_context(server.connect())
-        with server.connect() as one_too_many:
-            assert one_too_many.recv(1) == b""
-        stack.close()
-        end = time.monotonic() + 10
-        while True:  # the places are free again
-            with contextlib.suppress(PacelineError), Reader([server.address], token=TOKEN, timeout_s=1) as reader:
+@pytest.mark.parametrize("limit", ["MOST_STRANGERS", "MOST_OF_ONE_ADDRESS"])
+@pytest.mark.parametrize("secure", [False, True])
+def test_strangers_lock_nobody_out(keys: Path, monkeypatch: pytest.MonkeyPatch, limit: str, secure: bool) -> None:
+    monkeypatch.setattr(welcome_module, limit, 3)
+    ours = Keys.load(keys / "ours") if secure else None
+    with running(ours) as server, contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(server.connect()) for _ in range(3)]
+        for _ in range(2):  # there is a place for whoever comes, and it is free again afterwards
+            with Reader([server.address], token=TOKEN, keys=ours, timeout_s=5) as reader:
                 assert reader.listing() == []
-                break
-            assert time.monotonic() < end
+        assert idle[0].recv(1) == b""  # the oldest made room
+        idle[2].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            idle[2].recv(1)
+
+
+def test_a_crowd_of_one_address_takes_no_place_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(welcome_module, "MOST_STRANGERS", 3)
+    strangers, pairs = Strangers(), [socket.socketpair() for _ in range(4)]
+    for (here, _), address in zip(pairs, ("10.0.0.1", "10.0.0.2", "10.0.0.2", "10.0.0.3"), strict=True):
+        strangers.add(here, address)
+    for number, (here, there) in enumerate(pairs):
+        there.setblocking(False)
+        if number == 1:  # the oldest of the largest crowd
+            assert there.recv(1) == b""
+        else:
+            with pytest.raises(BlockingIOError):
+                there.recv(1)
+        strangers.remove(here)
+        here.close()
+        there.close()
 
 
 # ── what a client is told ────────────────────────────────────────────────────────────────────────────────────
@@ -219,14 +240,14 @@ def test_a_peer_of_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> 
                 connection, _ = listener.accept()
                 with connection:
                     connection.recv(4096)
-                    connection.sendall(frame(b"\x80", version=PROTOCOL + 1))
+                    connection.sendall(raw_frame(b"\x80", version=PROTOCOL + 1))
 
             thread = threading.Thread(target=answer)
             thread.start()
             connection = Connection(
                 f"127.0.0.1:{listener.getsockname()[1]}", token="", keys=None, who="x", name="server 0", timeout_s=5
             )
-            with pytest.raises(SecurityError, match=r"speaks version 2 of the protocol and this one 1; use the same"):
+            with pytest.raises(SecurityError, match=r"speaks version 3 of the protocol and this one 2; use the same"):
                 connection.call(requests.Containers(), replies.Listed)
             thread.join()
 
@@ -364,7 +385,7 @@ def any_struct(kind: type) -> st.SearchStrategy[Any]:
     return st.fixed_dictionaries({**tag, **fields})
 
 
-REQUESTS = [kind for kind in requests.Request.__args__ if kind is not requests.Hello]  # type: ignore[attr-defined]
+REQUESTS = [kind for kind in requests.Request.__args__ if kind not in (requests.Hello, requests.Proof)]  # type: ignore[attr-defined]
 
 
 class Model(nn.Module):
@@ -525,9 +546,10 @@ class FuzzSession:
         if self._channel is None:
             self._channel = Channel(self._server.connect(), replies.REPLIES)
             self._channel.trusted = True
-            self._exchange(hello())
+            challenge = self._exchange(hello())
+            self._exchange(request(requests.Proof(proof=proof_of(TOKEN, challenge.nonce))))
         try:
-            return self._exchange(frame(header, body))
+            return self._exchange(raw_frame(header, body))
         except PacelineError as error:
             if "did not answer" in str(error):
                 raise
@@ -575,8 +597,8 @@ def test_no_request_brings_a_server_down(monkeypatch: pytest.MonkeyPatch) -> Non
         @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
         @given(st.integers(0, len(known)), st.lists(wrong_ones | almost_right, max_size=5))
         def wrong(begin: int, sent: list[tuple[Any, int]]) -> None:
-            for request, length in [*known[:begin], *sent]:
-                session.ask(msgspec.msgpack.encode(request), bytes(length))
+            for asked, length in [*known[:begin], *sent]:
+                session.ask(msgspec.msgpack.encode(asked), bytes(length))
             for name in ("fuzz", "copied"):
                 session.ask(msgspec.msgpack.encode(requests.Drop(container=name, force=True)), b"")
             with Reader([server.address], token=TOKEN) as reader:

@@ -30,8 +30,9 @@ from paceline.net.secure import (
     Keys,
     is_loopback,
     new_token,
+    proof_of,
     read_token,
-    same_token,
+    same_proof,
     wrap_client,
     wrap_server,
     write_token,
@@ -179,9 +180,11 @@ def test_a_file_of_others_is_not_reused_for_a_token(tmp_path: Path) -> None:
 
 def test_tokens_are_compared_whole() -> None:
     token = new_token()
-    assert same_token(token, token)
+    proof = proof_of(token, b"number")
+    assert same_proof(proof, proof_of(token, b"number"))
+    assert not same_proof(proof, proof_of(token, b"another"))
     for wrong in ("", token[:-1], token + "x", token.swapcase(), "é" * len(token), "\ud800"):
-        assert not same_token(token, wrong)
+        assert not same_proof(proof, proof_of(wrong, b"number"))
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"\xff" * 43, b"with\x00zero" * 4, b"x" * 5000, b"two\nlines" * 5])

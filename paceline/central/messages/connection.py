@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from paceline import __version__
-from paceline.central.messages.replies import REPLIES, Done, Refused, Reply, Waiting
-from paceline.central.messages.requests import Hello
+from paceline.central.messages.replies import REPLIES, Challenge, Done, Refused, Reply, Waiting
+from paceline.central.messages.requests import Hello, Proof
 from paceline.errors import PacelineError, SecurityError, Stalled
 from paceline.net.frames import Channel, ConnectionLost, FrameError, tune
-from paceline.net.secure import Keys, wrap_client
+from paceline.net.secure import Keys, proof_of, wrap_client
 
 CONNECT_S = 5.0
 FIRST_CONTACT_S = 5.0  # for a user who may have mistyped an address
@@ -42,7 +42,8 @@ class Connection:
         """`first_contact_s`: how long to try to reach a server that was never reached, if not for `timeout_s`."""
         self.address = address
         self.name = name
-        self._hello = Hello(version=__version__, token=token, who=who)
+        self._hello = Hello(version=__version__, who=who)
+        self._token = token
         self._keys = keys
         self._who = who
         self._timeout_s = timeout_s
@@ -147,7 +148,9 @@ class Connection:
 
     def _greet(self, give_up: float) -> None:
         try:
-            self._once(self._hello, Done, None, None, None, give_up)
+            answer = self._once(self._hello, (Done, Challenge), None, None, None, give_up)
+            if isinstance(answer, Challenge):
+                self._once(Proof(proof=proof_of(self._token, answer.nonce)), Done, None, None, None, give_up)
         except FrameError as error:
             raise SecurityError(
                 f"{self.name} at {self.address} cannot be understood: {error}; use the same version on both sides, and "

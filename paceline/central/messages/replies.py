@@ -21,6 +21,12 @@ class Done(_Reply, frozen=True):
     """Nothing more to say."""
 
 
+class Challenge(_Reply, frozen=True, kw_only=True):
+    """Prove that you know the token, with this number."""
+
+    nonce: bytes
+
+
 class Refused(_Reply, frozen=True, kw_only=True):
     """A sentence for the user."""
 
@@ -166,6 +172,7 @@ class Missing(_Reply, frozen=True):
 
 Reply = (
     Done
+    | Challenge
     | Refused
     | Opened
     | Pulled

@@ -32,8 +32,13 @@ class Hello(_Request, frozen=True, kw_only=True):
     """First on every connection."""
 
     version: str  # of Paceline
-    token: str = ""
     who: str = ""
+
+
+class Proof(_Request, frozen=True, kw_only=True):
+    """The answer to a `Challenge`: that the token is known."""
+
+    proof: bytes
 
 
 class Open(_Request, frozen=True, kw_only=True):
@@ -306,6 +311,7 @@ class Forget(_Request, frozen=True, kw_only=True):
 OfAnotherServer = KeepWhole | Keep | Fetch | Forget  # about its share
 Request = (
     Hello
+    | Proof
     | Open
     | Fill
     | Push

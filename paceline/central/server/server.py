@@ -11,14 +11,12 @@ import errno
 import socket
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
-from paceline import __version__
 from paceline.central.container.bounds import check_open
 from paceline.central.container.container import Container
 from paceline.central.container.training import ContainerTraining, Share
@@ -29,15 +27,15 @@ from paceline.central.durability.snapshot import save
 from paceline.central.messages import replies, requests
 from paceline.central.messages.connection import Connection
 from paceline.central.messages.tensor_bytes import entries_of
+from paceline.central.server import welcome as welcoming
 from paceline.central.server.session import Session
+from paceline.central.server.welcome import Strangers, welcome
 from paceline.errors import PacelineError
-from paceline.net.frames import Channel, ConnectionLost, FrameError, tune
-from paceline.net.secure import LINGER_S, Keys, same_token, wrap_server
+from paceline.net.frames import Channel, ConnectionLost, FrameDamaged, tune
+from paceline.net.secure import Keys, wrap_server
 from paceline.run_place import check_container
 
 LOOK_EVERY_S = 0.25
-HELLO_WITHIN_S = 10.0
-MOST_STRANGERS = 256  # connections that have not shown the token yet
 
 
 class Server:
@@ -64,7 +62,7 @@ class Server:
         self.recovered = threading.Event()  # until then nobody is answered but other servers about copies
         self.recovered.set()
         self._failure: PacelineError | None = None
-        self._strangers = 0
+        self._strangers = Strangers()
         self._ended = threading.Event()
 
     @property
@@ -87,11 +85,7 @@ class Server:
                 self.say(f"a connection could not be accepted ({error.strerror})")  # too many files are open, perhaps
                 self._ended.wait(LOOK_EVERY_S)
                 continue
-            if self._strangers >= MOST_STRANGERS:
-                connection.close()
-                continue
-            with self._lock:
-                self._strangers += 1
+            self._strangers.add(connection, address[0])
             threading.Thread(target=self._serve, args=(connection, address), daemon=True).start()
         if self._failure is not None:
             raise self._failure
@@ -128,15 +122,19 @@ class Server:
         known = False
         try:
             tune(connection)
-            connection.settimeout(HELLO_WITHIN_S)
+            connection.settimeout(welcoming.HELLO_WITHIN_S)
             secured = wrap_server(connection, self._keys) if self._keys is not None else connection
             secured.settimeout(None)
             channel: Channel[requests.Request] = Channel(secured, requests.REQUESTS)
             with contextlib.closing(channel):
-                self._welcome(channel, secured)
-                known = self._no_stranger()
+                # With keys the certificates have told who it is.
+                welcome(channel, secured, self._token if self._keys is None else None)
+                self._strangers.remove(connection)
+                known = True
                 session = Session(self, channel)
                 session.serve()
+        except FrameDamaged as error:
+            self.say(f"closed the connection from {address[0]}:{address[1]}: {error}")
         except ConnectionLost as error:
             if not known:
                 self.say(f"a stranger at {address[0]}:{address[1]} has gone: {error}")
@@ -145,39 +143,10 @@ class Server:
         except Exception:
             self.say(f"closed the connection from {address[0]}:{address[1]}:\n{traceback.format_exc()}")
         finally:
+            self._strangers.remove(connection)
             connection.close()
-            if not known:
-                self._no_stranger()
             if session is not None:
                 session.gone()
-
-    def _no_stranger(self) -> bool:
-        with self._lock:
-            self._strangers -= 1
-        return True
-
-    def _welcome(self, channel: Channel[requests.Request], connection: socket.socket) -> None:
-        """Listen to nobody who has not shown the token."""
-        try:
-            hello, _ = channel.receive(HELLO_WITHIN_S)
-            channel.end_body()
-            if not isinstance(hello, requests.Hello):
-                raise FrameError("the first message is not a greeting")
-        except FrameError as error:
-            # In a frame of ours: a client of another version, or one with keys, learns from it what is wrong.
-            _send_away(channel, connection, str(error))
-            raise
-        sentence = None
-        # With keys the certificates have told who it is.
-        if self._keys is None and not same_token(hello.token, self._token):
-            sentence = "the token is not this server's: give the run folder, or the file, it has written it to"
-        elif hello.version != __version__:
-            sentence = f"this server runs Paceline {__version__} and the client {hello.version}: use the same version"
-        if sentence is not None:
-            _send_away(channel, connection, sentence)
-            raise FrameError(f"refused {hello.who[:40]!r}: {sentence}")
-        channel.trusted = True
-        channel.send(replies.Done())
 
     # ── containers ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -366,15 +335,3 @@ def _listed(share: Share) -> replies.Listing:
     return msgspec.structs.replace(
         listing, replicas=len(training.presence.members), rule=type(chief.rule).__name__.lower(), loss=chief.last.loss
     )
-
-
-def _send_away(channel: Channel[requests.Request], connection: socket.socket, sentence: str) -> None:
-    """Tell a stranger why, and let it read that: with bytes unread here the close that follows would be a reset."""
-    give_up = time.monotonic() + LINGER_S
-    with contextlib.suppress(PacelineError, OSError):
-        channel.send(replies.Refused(sentence=sentence), timeout_s=LINGER_S)
-        socket.socket.shutdown(connection, socket.SHUT_WR)
-        while (left := give_up - time.monotonic()) > 0:
-            socket.socket.settimeout(connection, left)
-            if not socket.socket.recv(connection, 4096):
-                break
