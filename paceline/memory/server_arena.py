@@ -6,8 +6,9 @@
     pulled       one flat buffer a replica: the parameters as it last pulled them (async rules)
     touched      (replica, slot) 1 if the replica's gradient for it is there
 
-Replicas of the same host map it and work in place; what others send over TCP is received into the same places. It is
-not reserved in advance: `pulled` takes no memory unless it is used.
+Replicas of the same host map it and work in place. What others send over TCP is received into other memory, which takes
+the place of the row when it is there as a whole (`replace_gradient`). It is not reserved in advance: `pulled` takes no
+memory unless it is used.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class ServerArena:
         self.words = arena.view(0, torch.int64, [1 + len(layout.chunks)]).numpy().data
         self.parameters = arena.view(offsets["parameters"], byte, [size])
         flat = partial(_rows, arena, size=size)
-        self.gradients = flat(offsets["gradients"], replicas)
+        self._own_gradients = flat(offsets["gradients"], replicas)
+        self.gradients = list(self._own_gradients)
         self.pulled = flat(offsets["pulled"], replicas)
         self.touched = arena.view(offsets["touched"], byte, [replicas, len(layout.slots)])
 
@@ -71,6 +73,18 @@ class ServerArena:
         """A slot of a flat buffer, as elements in a row."""
         slot = self.layout.slots[number]
         return flat[slot.offset : slot.offset + slot.bytes].view(slot.dtype)
+
+    def replace_gradient(self, replica: int, received: torch.Tensor) -> torch.Tensor | None:
+        """Have `received` be what the replica has left; return the memory of the one before, if it was received too."""
+        before, self.gradients[replica] = self.gradients[replica], received
+        return before if before is not self._own_gradients[replica] else None
+
+    def share_gradient(self, replica: int) -> None:
+        """A process of this host is in that place: it leaves its gradients in the row itself."""
+        own, before = self._own_gradients[replica], self.gradients[replica]
+        if before is not own:
+            own.copy_(before)  # it may still be used
+            self.gradients[replica] = own
 
     # ── reading while the server writes ──────────────────────────────────────────────────────────────────
 

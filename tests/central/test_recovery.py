@@ -95,8 +95,8 @@ class Training:
         return answer
 
     def push(self, replica: int, ticket: Ticket, incarnation: int = 1) -> None:
-        gradient = self.container.arena.gradients[replica].view(torch.float32)
-        gradient.normal_(generator=self.chance)
+        gradient = torch.empty(self.container.bytes, dtype=torch.uint8)
+        gradient.view(torch.float32).normal_(generator=self.chance)
         rows = []
         if self.container.tables:
             ids = torch.randint(TABLE.rows // self.servers, (6,), generator=self.chance).unique()
@@ -108,7 +108,11 @@ class Training:
             untouched=[0] if ticket.step % 3 == 0 else [],
             rows=[len(given.ids) for given in rows],
         )
-        self.container.push(pushed, rows, shared=False)
+        self.container.connect(replica, incarnation, self, shared=False)
+        self.container.push(pushed, gradient, rows, self)
+
+    def supersede(self) -> None:
+        """It has pushed over another connection."""
 
     def report(self, replica: int, ticket: Ticket) -> Settled:
         self.mean += 1.5

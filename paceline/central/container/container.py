@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -42,6 +44,13 @@ class FrozenCopy:
     books: Books | None = None  # on the chief
 
 
+class Pusher(Protocol):
+    """A connection over which a replica leaves its gradients."""
+
+    def supersede(self) -> None:
+        """The replica has another connection now."""
+
+
 class Container:
     """Holds the parameters of one name on one server."""
 
@@ -63,6 +72,7 @@ class Container:
         self.staged: dict[int, int] = {}  # by replica: the ticket whose gradient is here
         self.used: dict[int, int] = {}  # by replica: the last ticket that went into a step
         self.incarnations: dict[int, int] = {}  # the newest of each replica
+        self._pushers: WeakValueDictionary[int, Pusher] = WeakValueDictionary()  # by replica: the newest connection
         self.addresses: list[str] = []  # of all servers
         self.journal = Journal()  # where everything is noted before it is acknowledged
         self._frozen: dict[int, FrozenCopy] = {}
@@ -91,7 +101,7 @@ class Container:
             self.layout = self.arena.layout = self.shards.layouts[self.server]
             self.maker = StepMaker(spec, self.arena, self.not_pulled, recording=settings.recording)
             self.maker.take_state(state)
-            for of_run in (self.staged, self.used, self.rows, self.incarnations):
+            for of_run in (self.staged, self.used, self.rows, self.incarnations, self._pushers):
                 of_run.clear()
             self.reopened = self.filled
 
@@ -119,33 +129,64 @@ class Container:
         """A process takes the place of `replica`: older ones are not listened to any more."""
         self.incarnations[replica] = max(incarnation, self.incarnations.get(replica, 0))
 
-    def push(self, pushed: Pushed, rows: list[Rows], *, shared: bool) -> None:
-        """Take a gradient that lies in its replica's place; `shared`: and what it was computed on in its own."""
-        replica, journal = pushed.replica, self.journal
-        if pushed.incarnation < self.incarnations.get(replica, 0):
+    def connect(self, replica: int, incarnation: int, by: Pusher, *, shared: bool) -> None:
+        """A process that takes the place of `replica` pushes over this connection from now on, and over no other."""
+        with self.lock:
+            self._check_incarnation(replica, incarnation)
+            self.admit(replica, incarnation)
+            before, self._pushers[replica] = self._pushers.get(replica), by
+            if shared:
+                self.arena.share_gradient(replica)
+        if before is not None and before is not by:
+            before.supersede()
+
+    def _check_incarnation(self, replica: int, incarnation: int) -> None:
+        if incarnation < self.incarnations.get(replica, 0):
             raise PacelineError(f"replica {replica} was started again since: this process no longer takes part")
+
+    def check_push(self, replica: int, incarnation: int, ticket: int, by: Pusher) -> None:
+        """Refuse the gradient of a process, or a connection, that another has followed, and one that is over."""
+        check_place(replica, self.settings.replicas)
+        self._check_incarnation(replica, incarnation)
+        if self._pushers.get(replica) is not by:
+            raise PacelineError(f"replica {replica} has another connection to server {self.server}: push there")
+        if ticket < (held := self.staged.get(replica, ticket)):
+            raise PacelineError(f"the gradient of ticket {ticket} comes too late: that of {held} is here")
+
+    def push(self, pushed: Pushed, received: torch.Tensor | None, rows: list[Rows], by: Pusher) -> torch.Tensor | None:
+        """Take a gradient that was `received` as a whole, and return memory for the next one.
+
+        None: it lies in its replica's place, as does what it was computed on.
+        """
+        replica, journal = pushed.replica, self.journal
+        gradient = self.arena.gradients[replica] if received is None else received
         parts: Sequence[memoryview] = ()
         if journal.keeps:
             of_tables = [part for given in rows for part in given.tensors]
-            parts = journal.seal(pushed, packed([self.arena.gradients[replica], *of_tables]))
-        with journal.lock:  # a snapshot has it, or what is written after that
+            parts = journal.seal(pushed, packed([gradient, *of_tables]))
+        # No step is being made of what was there before, and a snapshot has it, or what is written after that.
+        with self.lock, journal.lock:
+            self.check_push(replica, pushed.incarnation, pushed.ticket, by)
             self.take_push(pushed, rows)
+            if received is not None:
+                received = self.arena.replace_gradient(replica, received)
+            else:
+                self.not_pulled.discard(replica)
             written = journal.write(pushed, parts)
         journal.flush(written)
-        if shared:
-            self.not_pulled.discard(replica)
+        return received
 
     def take_push(self, pushed: Pushed, rows: list[Rows]) -> None:
         """Take the gradient of a ticket, which lies in the replica's place, and its gradients for every table."""
         self.maker.check_slots(pushed.untouched)
+        for table, given in zip(self.tables, rows, strict=True) if rows else ():
+            table.check_rows(given.ids)
         touched = self.arena.touched[pushed.replica]
         touched.fill_(1)
         for slot in pushed.untouched:
             touched[slot] = 0
         self.staged[pushed.replica] = pushed.ticket
         if rows:
-            for table, given in zip(self.tables, rows, strict=True):
-                table.check_rows(given.ids)
             self.rows[pushed.replica] = rows
 
     def _rows_of(self, close: Close, number: int) -> list[tuple[Rows, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 from paceline.central.container.bounds import check_place
 from paceline.central.container.chief_state import ChiefState
@@ -17,7 +18,7 @@ class Presence:
     def __init__(self, state: ChiefState) -> None:
         self._state = state
         self._changed = state.changed  # guards all below
-        self._connections: dict[int, int] = {}  # how many each replica has
+        self._connections: Counter[tuple[int, int]] = Counter()  # how many each replica has, by incarnation
         self._missing: dict[int, tuple[int, float]] = {}  # by replica: its incarnation, and when it leaves
 
     @property
@@ -36,7 +37,7 @@ class Presence:
             check_place(replica, self._state.container.settings.replicas)
             self._state.chief.join(replica, incarnation)
             self._state.note_members()
-            self._connections[replica] = self._connections.get(replica, 0) + 1
+            self._connections[replica, incarnation] += 1
             self._missing.pop(replica, None)
             self._changed.notify_all()
 
@@ -50,10 +51,10 @@ class Presence:
     def lost(self, replica: int, incarnation: int, *, at_once: bool) -> None:
         """A connection of that replica has ended; without another it has left soon, or `at_once`."""
         with self._changed:
-            if replica not in self._connections:
+            if not self._connections[replica, incarnation]:
                 return  # of a run before this one
-            self._connections[replica] -= 1
-            if not self._connections[replica] and self._state.chief.is_member(replica, incarnation):
+            self._connections[replica, incarnation] -= 1
+            if not self._connections[replica, incarnation] and self._state.chief.is_member(replica, incarnation):
                 self._missing[replica] = (incarnation, time.monotonic() + (0.0 if at_once else GRACE_S))
 
     def expect_all_back(self) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from paceline.central.container.bounds import check_books, check_count, check_place
+from paceline.central.container.bounds import check_books, check_count
 from paceline.central.container.container import Container
 from paceline.central.container.step_maker import States
 from paceline.central.container.training import ANSWER_WITHIN_S, ContainerTraining
@@ -56,6 +56,7 @@ class Session:
         self._joined: tuple[ContainerTraining, int, int] | None = None
         self._same_machine = False
         self._length = 0  # of the body of the request that is being answered
+        self._gradient: torch.Tensor | None = None  # room for one that is being received
         self._room = bytearray()  # for records of another server
 
     def gone(self) -> None:
@@ -158,7 +159,8 @@ class Session:
 
     def _open(self, request: requests.Open) -> replies.Opened:
         container = self._server.open(request)
-        container.admit(request.replica, request.incarnation)
+        shared = request.machine == machine_identity()
+        container.connect(request.replica, request.incarnation, self, shared=shared)
         if request.server == 0:
             training = self._server.training(request.container)
             training.compare(request.replica, request.checks)
@@ -166,7 +168,7 @@ class Session:
             if self._joined is not None:
                 self.gone()
             self._joined = (training, request.replica, request.incarnation)
-        self._same_machine = shared = request.machine == machine_identity()
+        self._same_machine = shared
         descriptor = container.arena.arena.descriptor
         return replies.Opened(
             step=container.step,
@@ -208,16 +210,20 @@ class Session:
 
     def _push(self, request: requests.Push) -> None:
         container = self._server.container(request.container)
-        check_place(request.replica, container.settings.replicas)
+        container.check_push(request.replica, request.incarnation, request.ticket, self)
+        received = None
         if not request.shared:
-            flat = container.arena.gradients[request.replica]
-            coding = Coding(container.layout, request.wire)
-            coding.read(self._channel, flat, container.layout.chunks)
+            # Not into its place: what is there counts until all of this has come, and is found to be in order.
+            received, self._gradient = self._gradient, None
+            if received is None or received.numel() != container.layout.bytes:
+                received = torch.empty(container.layout.bytes, dtype=torch.uint8)
+            Coding(container.layout, request.wire).read(self._channel, received, container.layout.chunks)
         untouched = request.untouched
         if request.marks:
             marks = self._read_tensor("uint8", (len(container.layout.slots),))
             untouched = [slot for slot, touched in enumerate(marks.tolist()) if not touched]
         rows = self._read_rows(container, request.rows) if request.rows else []
+        self._channel.end_body()
         pushed = Pushed(
             replica=request.replica,
             incarnation=request.incarnation,
@@ -225,7 +231,11 @@ class Session:
             untouched=untouched,
             rows=request.rows,
         )
-        container.push(pushed, rows, shared=request.shared)
+        self._gradient = container.push(pushed, received, rows, self)
+
+    def supersede(self) -> None:
+        """The replica has another connection: nothing that is still under way on this one counts."""
+        self._channel.interrupt()
 
     def _read_rows(self, container: Container, counts: list[int]) -> list[Rows]:
         if len(counts) != len(container.tables):
