@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 from raw_frames import raw_frame
-from test_strangers import TOKEN, Running, running
+from servers_here import TOKEN, Running, running
 from torch import nn
 
 from paceline import __version__

@@ -8,7 +8,6 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from conftest import Run, Start
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from raw_frames import PROTOCOL, prelude, raw_frame
+from servers_here import TOKEN, Running, running, write_token
 from torch import nn
 
 from paceline import __version__
@@ -35,12 +35,11 @@ from paceline.central.container.training import ContainerTraining, Share
 from paceline.central.durability.snapshot import whole
 from paceline.central.messages import replies, requests
 from paceline.central.messages.coding import Coding
-from paceline.central.messages.connection import Connection
+from paceline.central.messages.connection import GREETINGS, Connection
 from paceline.central.messages.records import Made, MembersChanged, PulledCopy, Pushed, RowsPut, RuleSet, TaskResult
 from paceline.central.messages.settings import Settings
 from paceline.central.messages.tensor_bytes import entries_of
 from paceline.central.server import welcome as welcome_module
-from paceline.central.server.server import Server
 from paceline.central.server.welcome import Strangers
 from paceline.central.shards import Shards, describe
 from paceline.central.tables.tables import TableSpec
@@ -51,47 +50,7 @@ from paceline.net.frames import MAGIC, Channel
 from paceline.net.secure import Keys, proof_of
 from paceline.rules import Sync
 
-TOKEN = "a token that nobody can guess"
 EVALUATION = EvaluationTask(EvaluationKey(0, 1, 0, 0))
-
-
-class Running:
-    """A server as a thread of this process."""
-
-    def __init__(self, keys: Keys | None = None) -> None:
-        self.said: list[str] = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.server = Server(self._listener, token=TOKEN, keys=keys, say=self.said.append)
-        self._thread = threading.Thread(target=self.server.run)
-        self._thread.start()
-
-    @property
-    def address(self) -> str:
-        return self.server.address
-
-    def connect(self) -> socket.socket:
-        host, port = self.address.split(":")
-        return socket.create_connection((host, int(port)), timeout=20)
-
-    def said_soon(self, words: str) -> bool:
-        end = time.monotonic() + 20
-        while not any(words in line for line in self.said):
-            if time.monotonic() > end:
-                return False
-            time.sleep(0.01)
-        return True
-
-    def close(self) -> None:
-        self.server.stop()
-        self._thread.join()
-        self.server.close()
-        self._listener.close()
-
-
-@contextlib.contextmanager
-def running(keys: Keys | None = None) -> Iterator[Running]:
-    with contextlib.closing(Running(keys)) as found:
-        yield found
 
 
 def request(asked: Any, body: bytes = b"") -> bytes:
@@ -237,10 +196,11 @@ def test_a_peer_of_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         with socket.create_server(("127.0.0.1", 0)) as listener:  # a server that speaks the next protocol
 
             def answer() -> None:
-                connection, _ = listener.accept()
-                with connection:
-                    connection.recv(4096)
-                    connection.sendall(raw_frame(b"\x80", version=PROTOCOL + 1))
+                for _ in range(GREETINGS):
+                    connection, _ = listener.accept()
+                    with connection:
+                        connection.recv(4096)
+                        connection.sendall(raw_frame(b"\x80", version=PROTOCOL + 1))
 
             thread = threading.Thread(target=answer)
             thread.start()
@@ -275,13 +235,6 @@ for batch in trainer.batches(x, 20, epochs=2, seed=2):
     trainer.step(batch)
 print(json.dumps({"sum": sum(p.double().sum().item() for p in model.parameters()), "counted": trainer.ledger.check()}))
 """
-
-
-def write_token(folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "token").write_text(TOKEN)
-    (folder / "token").chmod(0o600)
-    return folder
 
 
 @pytest.fixture(scope="module")

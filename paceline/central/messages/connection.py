@@ -20,6 +20,7 @@ from paceline.net.secure import Keys, proof_of, wrap_client
 
 CONNECT_S = 5.0
 FIRST_CONTACT_S = 5.0  # for a user who may have mistyped an address
+GREETINGS = 3  # so often one that was refused, or not understood, is tried
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
 
 Kinds = type | tuple[type, ...]
@@ -49,6 +50,7 @@ class Connection:
         self._timeout_s = timeout_s
         self._channel: Channel[Reply] | None = None
         self._given_up = False
+        self._refusals = 0  # of greetings, in a row
         self._first_contact_s = first_contact_s  # None: there was one, or it may take as long as any other
         self.introduce: Callable[[], None] | None = None  # after every connect, before any other request
         self.while_waiting: Callable[[], None] | None = None  # between two questions whether there is an answer yet
@@ -151,18 +153,21 @@ class Connection:
             answer = self._once(self._hello, (Done, Challenge), None, None, None, give_up)
             if isinstance(answer, Challenge):
                 self._once(Proof(proof=proof_of(self._token, answer.nonce)), Done, None, None, None, give_up)
-        except FrameError as error:
-            raise SecurityError(
-                f"{self.name} at {self.address} cannot be understood: {error}; use the same version on both sides, and "
-                "keys on both or none"
-            ) from error
         except ConnectionLost as error:
             # A server with keys takes a greeting in plain for noise, and says nothing.
             hint = ", as one with keys does to a client without" if self._keys is None and self._first_contact_s else ""
             raise ConnectionLost(f"{error}{hint}") from error
         except PacelineError as error:
-            raise SecurityError(f"{self.name} at {self.address} refuses: {error}") from error
-        self._first_contact_s = None
+            self._refusals += 1
+            if self._refusals < GREETINGS:
+                raise ConnectionLost(str(error)) from error  # it may have been damaged on the way
+            if not isinstance(error, FrameError):
+                raise SecurityError(f"{self.name} at {self.address} refuses: {error}") from error
+            raise SecurityError(
+                f"{self.name} at {self.address} cannot be understood: {error}; use the same version on both sides, and "
+                "keys on both or none"
+            ) from error
+        self._first_contact_s, self._refusals = None, 0
 
     def disconnect(self) -> None:
         if self._channel is not None:
