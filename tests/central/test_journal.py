@@ -124,10 +124,11 @@ def test_a_record_that_the_file_ends_in_the_middle_of_is_cut_off(
     folder = tmp_path_factory.mktemp("torn")
     journal = begun(folder)
     append(journal, RECORDS[:whole])
-    length = only_log(folder).stat().st_size
+    length, mark = only_log(folder).stat().st_size, (folder / "mark").read_bytes()
     append(journal, RECORDS[whole : whole + 1])
     torn = min(cut, only_log(folder).stat().st_size - length - 1)
     os.truncate(only_log(folder), length + torn)
+    (folder / "mark").write_bytes(mark)  # which follows a record that is whole
     assert same(read(folder)[1], RECORDS[:whole])
     assert only_log(folder).stat().st_size == length
 
@@ -162,7 +163,7 @@ def test_a_snapshot_takes_the_place_of_the_log(tmp_path: Path) -> None:
     append(journal, RECORDS[:3])
     snapshot(journal, 1.0)
     append(journal, RECORDS[3:])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["log-2", "snapshot-2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log-2", "mark", "snapshot-2"]
     value, records = read(tmp_path)
     assert value == 1.0
     assert same(records, RECORDS[3:])

@@ -32,7 +32,7 @@ from paceline.central.messages.settings import Settings
 from paceline.central.messages.tensor_bytes import bytes_of
 from paceline.central.shards import Shards, TableSpec, describe, plain_options
 from paceline.central.tables.embedding import Lookup, find_tables
-from paceline.errors import ArenaError, ModelError
+from paceline.errors import ArenaError, CheckpointError, ModelError
 from paceline.machine import machine_identity
 from paceline.memory.arena import Arena
 from paceline.memory.server_arena import ServerArena
@@ -161,9 +161,19 @@ class Client:
             again = view.opened is not None
             view.opened = view.connection.call(request, replies.Opened)
             if again:
+                self._check_not_behind(view.opened, number)
                 self._moved(view, number)
 
         return introduce
+
+    def _check_not_behind(self, opened: replies.Opened, number: int) -> None:
+        """Refuse a server that has come back without what it had acknowledged."""
+        if self._pushes is not None and (opened.step < self.step or not opened.filled):
+            has = f"is at step {opened.step}" if opened.filled else "has nothing"
+            raise CheckpointError(
+                f"server {number} {has} after it was started again, and had acknowledged step {self.step}: what it "
+                f"kept of container {self.container!r} was lost or replaced; go on from a checkpoint"
+            )
 
     def _open(self, initial: InitialValues) -> None:
         for view in self._views:

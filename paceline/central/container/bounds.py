@@ -164,6 +164,12 @@ def check_notes(notes: ShareNotes, name: str, server: int) -> None:
     if len(notes.addresses) != spec.servers:
         raise PacelineError(f"{len(notes.addresses)} addresses do not fit {spec.servers} servers")
     check_count("step", notes.step)
+    if len(notes.table_steps) != len(spec.tables):
+        raise PacelineError(f"steps of {len(notes.table_steps)} tables do not fit {len(spec.tables)}")
+    for steps in notes.table_steps:
+        check_count("steps of a table", steps)
+    for incarnation in notes.incarnations.values():
+        check_count("incarnation", incarnation, MOST_INCARNATION)
     members = notes.chief.members if notes.chief is not None else {}
     for replica in (*notes.incarnations, *notes.used, *members):
         check_place(replica, replicas)
@@ -188,6 +194,7 @@ def check_record(record: AnyRecord, container: Container) -> None:
             if not 0 <= record.table < len(container.tables):
                 raise PacelineError(f"table {record.table} does not exist: there are {len(container.tables)}")
             check_count("start", record.start)
+            check_count("steps of a table", record.steps or 0)
         case Made():
             check_close(record.close, replicas)
             check_options(record.options, container.spec.optimizer.groups)

@@ -197,10 +197,10 @@ class Container:
         ]
 
     def check_staged(self, close: Close) -> None:
-        """Refuse a step whose gradients are not here; those in shared memory are not announced."""
+        """Refuse a step whose gradients are not here; without a journal those in shared memory are not announced."""
         for accepted in close.accepted:
             staged = self.staged.get(accepted.replica)
-            if staged is not None and staged != accepted.ticket:
+            if staged != accepted.ticket and (staged is not None or self.journal.keeps):
                 raise PacelineError(
                     f"the gradient of replica {accepted.replica} for step {close.step} is not on server {self.server}"
                 )
@@ -231,8 +231,17 @@ class Container:
                 self._make(close, options, scale)
             elif close.step > self.step:
                 raise PacelineError(f"server {self.server} is at step {self.step} and cannot make step {close.step}")
+            elif self.journal.keeps and not self._was_last(close):
+                raise PacelineError(
+                    f"server {self.server} has made {self.step} steps and is told to make step {close.step} once more, "
+                    "which was another: the chief's log has lost what came after it; go on from a checkpoint"
+                )
         if not noted:
             self.journal.flush()  # also if it was made before: whoever asked then may not have been answered
+
+    def _was_last(self, close: Close) -> bool:
+        used = all(self.used.get(accepted.replica) == accepted.ticket for accepted in close.accepted)
+        return used and close.step == self.step - 1
 
     def _make(self, close: Close, options: Sequence[Mapping[str, Option]], scale: float) -> None:
         self.maker.update(close, options, scale)

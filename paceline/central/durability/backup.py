@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from paceline.central.container.bounds import check_count, check_notes, check_record
+from paceline.central.container.bounds import check_count, check_record
 from paceline.central.container.training import Share
 from paceline.central.durability.recovery import rebuilt
 from paceline.central.durability.snapshot import Tensors, again, whole
@@ -101,8 +101,7 @@ class Backup:
     def take_whole(self, request: KeepWhole, tensors: Tensors) -> None:
         """Take a copy, in the place of what was there."""
         try:
-            check_notes(request.notes, request.container, request.server)
-            share = rebuilt(tensors, request.notes, lambda addresses, timeout_s: [])
+            share = rebuilt(tensors, request.notes, lambda *_: [], request.container, request.server)
         except NO_RECORD as error:
             raise PacelineError(f"this is no copy of a container ({type(error).__name__}: {error})") from error
         copy, key = KeptShare(request.incarnation, share), (request.container, request.server)

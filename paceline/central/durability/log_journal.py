@@ -1,19 +1,22 @@
 """A server's journal: what it must not forget, on disk before anybody is told that it happened.
 
-    snapshot-3   everything, as it was when log-3 began (safetensors)
+    snapshot-3   everything, as it was when log-3 began
     log-3        what came since: one record after another
     log-4        a newer log: the snapshot it begins with is being written, or its server died before it was
+    mark         which snapshot and which record must be there
 
-A record is a head of fixed size, a message, and bytes:
-
-    │ magic │ bytes of message │ bytes of body │ crc of both │ crc of this head │ message │ body … │
+All of it has checksums, and records are numbered through (`record_file.py`); a snapshot has a number among them.
 
 A process that is killed leaves a prefix of what it was writing: a record that the file ends in the middle of is cut
-off, for nobody was told of it. Any other record that does not fit its checksum is damage, and refused.
+off, for nobody was told of it. If there was more, the mark knows (`mark.py`): a log that is missing, or ends before
+what was acknowledged, is refused, and so is everything that does not fit its checksum, its number or its journal. What
+a folder cannot know is that all of it was replaced by an older state of itself: a server that comes back behind the
+others is refused by the chief, by the other servers, and by the replicas, who know which steps they were told of.
 
 What is written survives the death of the process at once, because the kernel has it. A power cut, or a crash of the
 machine, would lose the last seconds (as a rule up to 30), that is updates that were acknowledged, and servers may have
-lost different ones. `python -m benchmarks durability` measures what a log costs.
+lost different ones; that is then found in one of these ways. `python -m benchmarks durability` measures what a log
+costs.
 """
 
 from __future__ import annotations
@@ -21,31 +24,26 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import shutil
-import struct
 import sys
 import threading
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from paceline.central.container.journal import Journal
-from paceline.central.messages.notes import ShareNotes
-from paceline.central.messages.records import AnyRecord, Body, Made
+from paceline.central.durability.mark import MARK, Mark
+from paceline.central.durability.record_file import ADVICE, damaged, place, read_log, read_snapshot, sealed, write_all
+from paceline.central.messages.notes import ShareNotes, Snapshot
+from paceline.central.messages.records import AnyRecord, Body, Made, packed
+from paceline.central.messages.tensor_bytes import entries_of
 from paceline.errors import CheckpointError, PacelineError
 
 LOG_BYTES = 1 << 29  # a log grows to this, or to some times the container, until there is a snapshot
 LOG_TIMES = 4
 LOG_STEPS = 1000  # and to no more than this: a restarted server has to make them again
-
-_HEAD = struct.Struct("<4sIQII")
-_MAGIC = b"PLJ1"
-NOTES = "notes"  # in a snapshot: `ShareNotes`, as bytes
 
 
 class LogJournal(Journal):
@@ -65,9 +63,21 @@ class LogJournal(Journal):
         self._log = -1  # descriptor
         self._number = 0
         self._end = 0  # of the log
+        self._mark, self._marks = Mark(secrets.randbits(64), 0, 0), -1  # and its descriptor
+        self._record = 0  # number of the last one
         self._bytes = self._steps = 0  # since the last snapshot
         self._writer: threading.Thread | None = None
-        self._failure: str | None = None  # of the writer
+        self._refused: str | None = None  # why nothing is written: what it would follow is not there
+
+    @property
+    def newest_snapshot(self) -> Path:
+        """Return the file that was read last."""
+        return self.folder / f"snapshot-{self._number}"
+
+    @property
+    def last_record(self) -> str:
+        """Return the number of the record that was read last, and the file."""
+        return f"record {self._record} in {self._log_path(self._number)}"
 
     @property
     def begun(self) -> bool:
@@ -89,18 +99,25 @@ class LogJournal(Journal):
         if not self.begun:
             return 0
         with self.lock:
-            start = self._end
+            if self._refused is not None:
+                raise PacelineError(self._refused)
             try:
-                for part in parts:
-                    self._end += _write_all(self._log, part, self._end)
+                place(parts, self._mark.journal, self._record + 1)
+                end = write_all(self._log, parts, self._end)
+                self._set_mark(self._mark.snapshot, self._record + 1)
             except OSError as error:
-                self._end = start
                 with contextlib.suppress(OSError):
-                    os.ftruncate(self._log, start)
+                    os.ftruncate(self._log, self._end)
                 raise _cannot_write(self.folder, error) from error
-            self._bytes += self._end - start
+            self._bytes += end - self._end
+            self._end, self._record = end, self._record + 1
             self._steps += isinstance(record, Made)
             return 0
+
+    def _set_mark(self, snapshot: int, record: int) -> None:
+        mark = Mark(self._mark.journal, snapshot, record)
+        mark.write(self._marks)
+        self._mark = mark
 
     # ── snapshots ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -117,6 +134,8 @@ class LogJournal(Journal):
             self._writer.join()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            if self._marks < 0:
+                self._marks = self._mark.create(self.folder)
             number = self._number + 1
             log = os.open(self._log_path(number), os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -124,38 +143,46 @@ class LogJournal(Journal):
         if self.begun:
             os.close(self._log)
         self._log, self._number, self._end = log, number, 0
+        self._record += 1
         self._bytes = self._steps = 0
-        self._failure = None
         if wait:
-            self._write_snapshot(number, tensors, notes)
-            if self._failure is not None:
-                raise PacelineError(self._failure)
+            # What it has may be in no record: if it is not there, nothing that follows must be.
+            self._refused = self._write_snapshot(number, self._record, tensors, notes)
+            if self._refused is not None:
+                raise PacelineError(self._refused)
         else:
-            how = {"target": self._write_snapshot, "args": (number, tensors, notes)}
+            how = {"target": self._write_snapshot, "args": (number, self._record, tensors, notes)}
             self._writer = threading.Thread(name="paceline-snapshot", daemon=True, **how)  # type: ignore[arg-type]
             self._writer.start()
 
-    def _write_snapshot(self, number: int, tensors: Mapping[str, torch.Tensor], notes: ShareNotes) -> None:
+    def _write_snapshot(
+        self, number: int, record: int, tensors: Mapping[str, torch.Tensor], notes: ShareNotes
+    ) -> str | None:
+        """Return why it could not be written, if so."""
         path = self.folder / f"snapshot-{number}"
         draft = path.with_suffix(".tmp")
         try:
-            encoded = torch.frombuffer(bytearray(msgspec.msgpack.encode(notes)), dtype=torch.uint8)
-            save_file({**tensors, NOTES: encoded}, draft)
-            with draft.open("rb") as written:
-                os.fsync(written.fileno())
+            parts = sealed(Snapshot(entries=entries_of(tensors.items()), notes=notes), packed(tensors.values()))
+            place(parts, self._mark.journal, record)
+            with draft.open("wb") as file:
+                write_all(file.fileno(), parts, 0)
+                os.fsync(file.fileno())
             draft.replace(path)
             _flush_folder(self.folder)
-        except (OSError, SafetensorError) as error:
+            with self.lock:
+                self._set_mark(number, max(record, self._mark.record))
+        except OSError as error:
             # The logs are still there, and go back to an older snapshot.
-            self._failure = str(_cannot_write(self.folder, error))
-            print(self._failure, file=sys.stderr, flush=True)
+            failure = str(_cannot_write(self.folder, error))
+            print(failure, file=sys.stderr, flush=True)
             with contextlib.suppress(OSError):
                 draft.unlink()
-            return
+            return failure
         for older in _numbers(self.folder, "log") + _numbers(self.folder, "snapshot"):
             if older < number:
-                for name in (f"log-{older}", f"snapshot-{older}"):
+                for name in (f"log-{older}", f"snapshot-{older}", f"snapshot-{older}.tmp"):
                     (self.folder / name).unlink(missing_ok=True)
+        return None
 
     def _log_path(self, number: int) -> Path:
         return self.folder / f"log-{number}"
@@ -164,44 +191,61 @@ class LogJournal(Journal):
 
     def read_snapshot(self) -> tuple[dict[str, torch.Tensor], ShareNotes] | None:
         """Return the newest one there is, and what was noted with it; None: the container had not begun."""
-        numbers = _numbers(self.folder, "snapshot")
-        if not numbers:
+        mark, numbers = Mark.read(self.folder), _numbers(self.folder, "snapshot")
+        if not numbers and not (mark.snapshot if mark is not None else self._any_log()):
             return None
-        self._number = max(numbers)
-        path = self.folder / f"snapshot-{self._number}"
+        if mark is None:
+            raise self._missing(MARK)
+        self._mark, self._number = mark, max(numbers, default=0)
+        if self._number < mark.snapshot:
+            raise self._missing(f"snapshot-{mark.snapshot}")
         try:
-            with safe_open(path, framework="pt") as file:
-                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-                notes = msgspec.msgpack.decode(tensors.pop(NOTES).numpy().data, type=ShareNotes)
-                return tensors, notes
-        except (SafetensorError, OSError, KeyError, ValueError) as error:
-            raise CheckpointError(f"{path} is damaged: {error}; remove its folder to begin anew") from error
+            tensors, snapshot, self._record = read_snapshot(self.newest_snapshot, mark.journal)
+        except OSError as error:
+            raise _cannot_read(self.newest_snapshot, error) from error
+        return tensors, snapshot.notes
 
     def records(self) -> Iterator[tuple[AnyRecord, Body]]:
         """What came after the snapshot, in order; a body is there until the next is read.
 
         When all is read, what is written goes behind it.
         """
-        numbers = [number for number in sorted(_numbers(self.folder, "log")) if number >= self._number]
-        numbers = numbers or [self._number]
-        for number in numbers:
-            path = self._log_path(number)
-            log = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        first, newest = self._number, max([*_numbers(self.folder, "log"), self._number])
+        for number in range(first, newest + 1):
+            self._number = number
+            path, end, is_last = self._log_path(number), 0, number == newest
+            self._record += number > first  # the number of the snapshot that would come before it
             try:
-                end = 0
-                for record, body, stop in _read_log(path, log, may_be_torn=number == numbers[-1]):
+                log = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            except FileNotFoundError as error:
+                raise self._missing(path.name) from error
+            except OSError as error:
+                raise _cannot_read(path, error) from error
+            try:
+                for record, body, stop in read_log(path, log, self._mark.journal, self._record + 1, is_last=is_last):
                     self._steps += isinstance(record, Made)
+                    self._record += 1
                     end = stop
                     yield record, body
+                if is_last and self._record < self._mark.record:
+                    what = f"it ends with record {self._record}, and {self._mark.record} was acknowledged"
+                    raise damaged(path, end, what)
                 os.ftruncate(log, end)
             except BaseException:
                 os.close(log)
                 raise
             self._bytes += end
-            if number != numbers[-1]:
+            if not is_last:
                 os.close(log)
                 continue
-            self._log, self._number, self._end = log, number, end
+            self._marks = Mark.open(self.folder)
+            self._log, self._end = log, end
+
+    def _any_log(self) -> bool:
+        return any(self._log_path(number).stat().st_size for number in _numbers(self.folder, "log"))
+
+    def _missing(self, name: str) -> CheckpointError:
+        return CheckpointError(f"{self.folder / name} is missing, and was there; {ADVICE}")
 
     def close(self) -> None:
         if self._writer is not None:
@@ -209,75 +253,12 @@ class LogJournal(Journal):
         with self.lock:
             if self.begun:
                 os.close(self._log)
-                self._log = -1
+                os.close(self._marks)
+                self._log = self._marks = -1
 
     def remove(self) -> None:
         self.close()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def sealed(record: AnyRecord, body: Sequence[memoryview]) -> list[memoryview]:
-    """Return a record as it is in the file."""
-    message = msgspec.msgpack.encode(record)
-    crc, size = zlib.crc32(message), 0
-    for part in body:
-        crc, size = zlib.crc32(part, crc), size + part.nbytes
-    return [memoryview(_head(len(message), size, crc) + message), *body]
-
-
-def _head(message_bytes: int, body_bytes: int, crc: int) -> bytes:
-    return _HEAD.pack(_MAGIC, message_bytes, body_bytes, crc, _head_crc(message_bytes, body_bytes, crc))
-
-
-def _head_crc(message_bytes: int, body_bytes: int, crc: int) -> int:
-    return zlib.crc32(struct.pack("<IQI", message_bytes, body_bytes, crc))
-
-
-def _read_log(path: Path, log: int, *, may_be_torn: bool) -> Iterator[tuple[AnyRecord, Body, int]]:
-    """Yield every record, its body, and where it ends."""
-    offset, size, room = 0, os.fstat(log).st_size, bytearray()
-
-    def damage(what: str) -> CheckpointError:
-        return CheckpointError(f"{path} is damaged at byte {offset}: {what}; what came after it cannot be trusted")
-
-    while offset < size:
-        if size - offset < _HEAD.size:
-            break
-        magic, message_bytes, body_bytes, crc, head_crc = _HEAD.unpack(os.pread(log, _HEAD.size, offset))
-        if magic != _MAGIC or head_crc != _head_crc(message_bytes, body_bytes, crc):
-            raise damage("no record begins there")
-        first = offset + _HEAD.size
-        end = first + message_bytes + body_bytes
-        if end > size:
-            break
-        if len(room) < end - first:
-            room = bytearray(end - first)  # not for every record: fresh memory costs more than reading
-        content = memoryview(room)[: end - first]
-        _read_exactly(log, content, first)
-        if zlib.crc32(content) != crc:
-            raise damage("its checksum is not that of its content")
-        try:
-            record = msgspec.msgpack.decode(content[:message_bytes], type=AnyRecord)
-        except msgspec.MsgspecError as error:
-            raise damage(str(error)) from error
-        offset = end
-        yield record, content[message_bytes:], end
-    if offset < size and not may_be_torn:
-        raise damage("it ends in the middle of a record, and a newer log follows it")
-
-
-def _read_exactly(log: int, content: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(content):
-        done += os.preadv(log, [content[done : done + (1 << 30)]], offset + done)
-
-
-def _write_all(log: int, part: memoryview, offset: int) -> int:
-    view = part.cast("B")
-    done = 0
-    while done < view.nbytes:
-        done += os.pwrite(log, view[done:], offset + done)
-    return done
 
 
 def _numbers(folder: Path, kind: str) -> list[int]:
@@ -289,6 +270,10 @@ def _cannot_write(folder: Path, error: BaseException) -> PacelineError:
     why = getattr(error, "strerror", None) or str(error)
     advice = "make room there" if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) else "look at the disk"
     return PacelineError(f"the log of a server in {folder} cannot be written ({why}): {advice}, and run again")
+
+
+def _cannot_read(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be read ({error.strerror}); {ADVICE}")
 
 
 def _flush_folder(folder: Path) -> None:

@@ -11,25 +11,29 @@ other side was started again, and has no copy any more, it is sent a new one bef
 
 All that is on disk is a note where to ask after a restart:
 
-    kept-by   container, server, addresses; the number of the process, which is higher than that of any before it
+    kept-by   container, server, addresses; the number of the process, which is higher than that of any before it; and
+              in a line of its own the checksum of that
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
+from paceline.central.container.bounds import check_count
 from paceline.central.container.journal import Journal
+from paceline.central.durability.record_file import ADVICE
 from paceline.central.messages.connection import Connection
 from paceline.central.messages.notes import ShareNotes
 from paceline.central.messages.records import AnyRecord, Made, PulledCopy, packed
@@ -86,15 +90,21 @@ class KeptBy:
     def read(cls, folder: Path) -> KeptBy:
         path = folder / NOTE
         try:
-            return cls(**json.loads(path.read_bytes()))
-        except (OSError, ValueError, TypeError) as error:
-            raise CheckpointError(f"{path} is damaged: {error}; remove its folder to begin anew") from error
+            content, _, crc = path.read_bytes().rpartition(b"\n")
+            if crc != b"%08x" % zlib.crc32(content):
+                raise ValueError("its checksum is not that of its content")
+            note = msgspec.json.decode(content, type=cls)
+            check_count("server", note.server, len(note.addresses) - 1)
+            return note
+        except (OSError, ValueError, PacelineError) as error:
+            raise CheckpointError(f"{path} is damaged: {error}; {ADVICE}") from error
 
     def write(self, folder: Path) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             draft = folder / f"{NOTE}.tmp"
-            draft.write_text(json.dumps(vars(self)))
+            content = msgspec.json.encode(self)
+            draft.write_bytes(content + b"\n%08x" % zlib.crc32(content))
             draft.replace(folder / NOTE)
         except OSError as error:
             raise PacelineError(f"{folder / NOTE} cannot be written ({error.strerror}): make room there") from error

@@ -16,21 +16,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import torch
 
+from paceline.central.container.bounds import check_notes, check_record
 from paceline.central.container.container import Container
 from paceline.central.container.training import ContainerTraining, Share
 from paceline.central.durability.log_journal import LogJournal
 from paceline.central.durability.peer_journal import NOTE, Connect, KeptBy, PeerJournal, Say
+from paceline.central.durability.record_file import ADVICE
 from paceline.central.durability.snapshot import again, load, save
 from paceline.central.messages.connection import Connection
 from paceline.central.messages.notes import ShareNotes
 from paceline.central.messages.replies import Kept, Missing
 from paceline.central.messages.requests import Fetch
 from paceline.central.messages.tensor_bytes import named_tensors
-from paceline.errors import PacelineError
+from paceline.errors import CheckpointError, PacelineError
 
 LOG, REPLICA = "log", "replica"  # durabilities
 
@@ -76,10 +78,17 @@ def _recover(folder: Path, to_others: ToOthers) -> Share | None:
     read = journal.read_snapshot()
     if read is None:
         return None  # its process was killed before it had begun
-    share = rebuilt(*read, to_others)
-    journal.container_bytes = share.container.bytes
-    for record, body in journal.records():
-        again(share, record, body)
+    with _saying(f"{journal.newest_snapshot} cannot be gone on from"):
+        share = rebuilt(*read, to_others, unquote(folder.name))
+    try:
+        journal.container_bytes = share.container.bytes
+        for record, body in journal.records():
+            with _saying(f"{journal.last_record} cannot be gone through"):
+                check_record(record, share.container)
+                again(share, record, body)
+    except BaseException:
+        share.close()
+        raise
     share.container.journal = journal
     return share
 
@@ -101,14 +110,32 @@ def _fetch(folder: Path, to_others: ToOthers, connect: Connect, say: Say) -> Sha
             f"server {kept_by.backup}, which had its copy, has ended as well; remove {folder}, and go on from a "
             "checkpoint"
         )
-    share = rebuilt(named_tensors(kept.entries, body), kept.notes, to_others)
+    with _saying(f"{folder / NOTE} leads to server {kept_by.backup}, which gives back no share to go on from"):
+        tensors = named_tensors(kept.entries, body)
+        share = rebuilt(tensors, kept.notes, to_others, kept_by.container, kept_by.server)
     journal = share.container.journal = PeerJournal(folder, kept_by, connect, say)
     journal.resume(kept.position)
     return share
 
 
-def rebuilt(tensors: Mapping[str, torch.Tensor], notes: ShareNotes, to_others: ToOthers) -> Share:
-    """Return a share as a snapshot says."""
+@contextlib.contextmanager
+def _saying(what: str) -> Iterator[None]:
+    """Have whatever goes wrong in here end in a sentence that begins so."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(f"{what} ({error or type(error).__name__}); {ADVICE}") from error
+
+
+def rebuilt(
+    tensors: Mapping[str, torch.Tensor],
+    notes: ShareNotes,
+    to_others: ToOthers,
+    name: str,
+    server: int | None = None,
+) -> Share:
+    """Return a share as a snapshot says, which must be of that container and, if it is known, of that server."""
+    check_notes(notes, name, notes.server if server is None else server)
     container = Container(notes.name, notes.spec, notes.server, notes.settings)
     try:
         training = None

@@ -110,6 +110,10 @@ def load(share: Share, tensors: Mapping[str, torch.Tensor], notes: ShareNotes) -
     for slot, key, value in notes.numbers:
         states.setdefault(slot, {})[key] = value
     container.maker.check_states(states)
+    _check_alike("parameters", tensors["parameters"], container.arena.parameters)
+    for table, copy in zip(container.tables, tables, strict=True):
+        for key, tensor in (("", copy.weight), *copy.state.items()):
+            _check_alike(f"{table.spec.name} {key}", tensor, table.weight)
     container.take_over(FrozenCopy(0, notes.step, tensors["parameters"], states, tables))
     container.addresses = notes.addresses
     for replica, incarnation in notes.incarnations.items():
@@ -120,6 +124,12 @@ def load(share: Share, tensors: Mapping[str, torch.Tensor], notes: ShareNotes) -
     container.forget_pulled()
     if share.training is not None and notes.chief is not None:
         share.training.state.load(tensors, notes.chief)
+
+
+def _check_alike(name: str, given: torch.Tensor, held: torch.Tensor) -> None:
+    if (given.shape, given.dtype) != (held.shape, held.dtype):
+        what = [f"{tensor.dtype} of shape {tuple(tensor.shape)}" for tensor in (given, held)]
+        raise CheckpointError(f"{name} is {what[0]} and should be {what[1]}")
 
 
 def again(share: Share, record: AnyRecord, body: memoryview) -> None:
@@ -134,8 +144,11 @@ def again(share: Share, record: AnyRecord, body: memoryview) -> None:
             container.not_pulled.discard(record.replica)
         case RowsPut():
             (values,) = _split(body, [len(body)])
-            width = container.tables[record.table].spec.width
-            container.put_rows(record, values.clone().view(torch.float32).view(-1, width))
+            table = container.tables[record.table]
+            rows = values.clone().view(torch.float32).view(-1, table.spec.width)
+            if record.start + len(rows) > table.rows:
+                raise CheckpointError(f"rows from {record.start} on of {table.spec.name} are {len(rows)}: no such")
+            container.put_rows(record, rows)
         case Made():
             container.apply(record.close, record.options, record.scale, noted=True)
             container.forget_pulled()  # whatever corrects a step stands right before it

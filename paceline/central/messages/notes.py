@@ -7,6 +7,7 @@ import msgspec
 from paceline.central.chief.books import Books
 from paceline.central.messages.records import ChapterShape, Made, Pushed
 from paceline.central.messages.settings import Settings
+from paceline.central.messages.tensor_bytes import Entry
 from paceline.central.shards import Spec
 from paceline.rules import Rule
 
@@ -40,3 +41,10 @@ class ShareNotes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     incarnations: dict[int, int]  # by replica
     used: dict[int, int]  # by replica: the last ticket that went into a step
     chief: ChiefNotes | None = None
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A snapshot in a file. Body: its tensors, one after another."""
+
+    entries: list[Entry]
+    notes: ShareNotes

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -61,7 +61,7 @@ class Server:
         self.backup = Backup()  # copies of other servers' shares
         self.recovered = threading.Event()  # until then nobody is answered but other servers about copies
         self.recovered.set()
-        self._failure: PacelineError | None = None
+        self._failure: BaseException | None = None  # what has ended it
         self._strangers = Strangers()
         self._ended = threading.Event()
 
@@ -103,8 +103,18 @@ class Server:
             share.close()
 
     def _look(self) -> None:
-        while not self._ended.wait(LOOK_EVERY_S):
-            self._look_once()
+        with self._or_end():
+            while not self._ended.wait(LOOK_EVERY_S):
+                self._look_once()
+
+    @contextlib.contextmanager
+    def _or_end(self) -> Iterator[None]:
+        """Have an error in here, which nobody waits for, end this server: it must not be taken for one that works."""
+        try:
+            yield
+        except BaseException as error:
+            self._failure = error
+            self.stop()
 
     def _look_once(self) -> None:
         """Look by itself, so that between two looks nothing holds on to a container that was dropped."""
@@ -225,16 +235,13 @@ class Server:
         share.container.journal.flush()
 
     def _recover(self) -> None:
-        try:
+        with self._or_end():
             found = recover(self._folder, self._others, self._to_backup, self.say) if self._folder is not None else ()
             for share in found:
                 self._keep(share)
                 with self._lock:
                     self._shares[share.container.name] = share
             self.recovered.set()
-        except PacelineError as error:
-            self._failure = error
-            self.stop()
 
     def _others(self, addresses: Sequence[str], timeout_s: float) -> list[Connection]:
         """Return connections to the other servers of a container whose chief this one is."""
