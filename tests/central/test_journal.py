@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -231,6 +233,48 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing_that_was_acknowledged(
             append(journal, [(RECORDS[0][0], b"x" * 1000)])
     append(journal, RECORDS[2:])  # there is room again
     assert same(read(tmp_path)[1], RECORDS)
+
+
+@contextlib.contextmanager
+def disk_of(room: int) -> Iterator[None]:
+    """No file of this process becomes longer than that."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_after_a_snapshot_that_had_to_be_there_and_is_not_nothing_is_acknowledged(tmp_path: Path) -> None:
+    journal = begun(tmp_path)
+    append(journal, RECORDS[:2])
+    with disk_of(100), pytest.raises(PacelineError, match=r"cannot be written \(File too large\)"):
+        snapshot(journal, 1.0)  # as a checkpoint that is loaded: no record has what is in it
+    with pytest.raises(PacelineError, match=r"cannot be written \(File too large\)"):
+        append(journal, RECORDS[2:])
+    value, records = read(tmp_path)
+    assert value == 0.0
+    assert same(records, RECORDS[:2])
+    snapshot(journal, 2.0)  # there is room again
+    append(journal, RECORDS[2:])
+    value, records = read(tmp_path)
+    assert value == 2.0
+    assert same(records, RECORDS[2:])
+
+
+def test_a_snapshot_that_nobody_waits_for_may_fail_and_nothing_is_lost(tmp_path: Path) -> None:
+    journal = begun(tmp_path)
+    append(journal, RECORDS[:2])
+    with disk_of(100):
+        snapshot(journal, 0.0, wait=False)
+        assert journal._writer is not None
+        journal._writer.join()
+    append(journal, RECORDS[2:])
+    value, records = read(tmp_path)
+    assert value == 0.0
+    assert same(records, RECORDS)
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_many_threads_write_and_each_finds_its_records(tmp_path: Path) -> None:

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import shutil
+import socket
+import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from paceline.central.chief.tasks import EvaluationTask
+from paceline.central.chief.tickets import Accepted, Close
 from paceline.central.container.container import Container
 from paceline.central.container.journal import Journal
 from paceline.central.container.training import ContainerTraining, Share
 from paceline.central.durability.log_journal import LogJournal
 from paceline.central.durability.recovery import keep, recover
-from paceline.central.durability.snapshot import save, waiting
-from paceline.central.messages.records import Pushed
+from paceline.central.durability.snapshot import save, waiting, whole
+from paceline.central.messages.notes import ShareNotes
+from paceline.central.messages.records import AnyRecord, Made, MembersChanged, PulledCopy, Pushed, RowsPut
 from paceline.central.messages.replies import Settled, Ticket
 from paceline.central.messages.requests import Ask, Report, Task, TaskDone
 from paceline.central.messages.settings import Settings
+from paceline.central.server.server import Server
 from paceline.central.shards import describe, plain_options
 from paceline.central.tables.tables import Rows, TableSpec
 from paceline.errors import CheckpointError, PacelineError
@@ -284,6 +292,169 @@ def test_a_log_without_its_gradients_is_refused(tmp_path: Path) -> None:
     journal.append(Pushed(replica=0, incarnation=1, ticket=99, untouched=[]), [memoryview(b"short")])
     with pytest.raises(CheckpointError, match="5 bytes instead of"):
         training.killed()
+
+
+# ── nonsense with right checksums ────────────────────────────────────────────────────────────────────────────
+
+CLOSE = Close(4, 0, 4, 0.5, [Accepted(1, 0, 1.0, 4, 0, 0, [(0, 4)])])
+OPTIONS = [{"lr": 0.1, "momentum": 0.9}]
+PUSHED = Pushed(replica=0, incarnation=1, ticket=99, untouched=[])
+ROWS_PUT = RowsPut(table=0, key="", start=0, steps=None)
+MADE = Made(close=CLOSE, options=OPTIONS, scale=1.0, chapter=(40, 4, 0))
+FORGED_RECORDS: list[tuple[AnyRecord, bytes]] = [
+    (replace(PUSHED, replica=-1), b""),
+    (replace(PUSHED, replica=7), b""),
+    (replace(PUSHED, incarnation=-1), b""),
+    (replace(PUSHED, untouched=[99]), b"\0" * 48028),
+    (replace(PUSHED, untouched=[-1]), b"\0" * 48028),
+    (replace(PUSHED, rows=[-1]), b""),
+    (replace(PUSHED, rows=[1, 2, 3]), b""),
+    (replace(PUSHED, rows=[1 << 60]), b""),
+    (PUSHED, b"short"),
+    (PulledCopy(replica=9), b""),
+    (PulledCopy(replica=0), b"short"),
+    (replace(ROWS_PUT, table=5), b""),
+    (replace(ROWS_PUT, table=-1), b""),
+    (replace(ROWS_PUT, start=-1), b"\0" * 16),
+    (replace(ROWS_PUT, start=50), b"\0" * 16),
+    (replace(ROWS_PUT, steps=-3), b"\0" * 16),
+    (ROWS_PUT, b"\0" * 5),
+    (replace(MADE, close=replace(CLOSE, accepted=[])), b""),
+    (replace(MADE, close=replace(CLOSE, accepted=[Accepted(1, 9, 1.0, 4, 0, 0, [])])), b""),
+    (replace(MADE, close=replace(CLOSE, step=99)), b""),
+    (replace(MADE, options=[]), b""),
+    (replace(MADE, options=[{"lr": "much"}]), b""),
+    (replace(MADE, chapter=None), b""),
+    (replace(MADE, chapter=(-1, 4, 0)), b""),
+    (replace(MADE, chapter=(40, 0, 0)), b""),
+    (MADE, b"no buffers"),
+    (MembersChanged(members={9: 1}), b""),
+    (MembersChanged(members={0: -1}), b""),
+]
+
+
+def forged_notes(notes: ShareNotes) -> Iterator[ShareNotes]:
+    spec, chief = notes.spec, notes.chief
+    assert chief is not None
+    for change in (
+        {"step": -1},
+        {"server": 3},
+        {"server": -1},
+        {"name": "another"},
+        {"addresses": []},
+        {"table_steps": []},
+        {"table_steps": [-1]},
+        {"numbers": [(99, "step", 1.0)]},
+        {"waiting": [replace(PUSHED, replica=9)]},
+        {"waiting": [PUSHED]},
+        {"incarnations": {9: 1}},
+        {"incarnations": {0: -1}},
+        {"used": {-1: 1}},
+        {"chief": None},
+        {"settings": replace(notes.settings, replicas=0)},
+        {"settings": replace(notes.settings, replicas=1 << 40)},
+        {"settings": replace(notes.settings, timeout_s=float("nan"))},
+        {"spec": replace(spec, servers=0)},
+        {"spec": replace(spec, servers=1 << 40)},
+        {"spec": replace(spec, tensors=[])},
+        {"spec": replace(spec, tensors=[replace(spec.tensors[0], shape=(1 << 35,))])},
+        {"spec": replace(spec, tensors=[replace(spec.tensors[0], shape=(1 << 60, 1 << 60))])},
+        {"spec": replace(spec, tables=[])},
+        {"spec": replace(spec, optimizer=replace(spec.optimizer, name="Nonsense"))},
+        {"spec": replace(spec, optimizer=replace(spec.optimizer, groups=[]))},
+        {"chief": replace(chief, books=replace(chief.books, step=-1))},
+        {"chief": replace(chief, books=replace(chief.books, next_ticket=-1))},
+        {"chief": replace(chief, members={9: 1})},
+        {"chief": replace(chief, buffers=["nowhere"])},
+        {"chief": replace(chief, frozen=["nowhere"])},
+    ):
+        yield replace(notes, **change)  # type: ignore[arg-type]
+
+
+def forged_tensors(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    for name in tensors:
+        if "momentum" not in name:  # without it, it has not begun
+            yield {key: value for key, value in tensors.items() if key != name}
+        if "buffer/" not in name:  # nothing else says what shape a model's buffers have
+            yield {**tensors, name: torch.zeros(1, dtype=tensors[name].dtype)}
+    for name in ("parameters", "table/0/"):
+        yield {**tensors, name: tensors[name].double()}
+    for name in ("state/99/momentum_buffer", "state/x/y", "table/9/momentum_buffer", "table/x/y"):
+        yield {**tensors, name: torch.zeros(1)}
+
+
+def test_nonsense_with_right_checksums_is_one_sentence_with_the_name_of_the_file(tmp_path: Path) -> None:
+    training = Training(tmp_path, Async(), tables=True)
+    training.train(2)
+    folder = tmp_path / "main%20one"
+    kept = shutil.copytree(folder, tmp_path.with_name("kept"))
+    tensors, notes = whole(training.share)
+
+    def refused(write: Callable[[LogJournal], None]) -> str:
+        shutil.rmtree(folder)
+        shutil.copytree(kept, folder)
+        journal = LogJournal(folder)
+        journal.read_snapshot()
+        for _ in journal.records():
+            pass
+        write(journal)
+        journal.close()
+        with pytest.raises(CheckpointError) as caught:
+            training.killed()
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    for record, body in FORGED_RECORDS:
+        said = refused(partial(LogJournal.append, record=record, body=[memoryview(body)]))
+        assert str(folder / "log-1") in said, (record, said)
+    snapshots = [(tensors, forged) for forged in forged_notes(notes)]
+    snapshots += [(forged, notes) for forged in forged_tensors(tensors)]
+    for given, noted in snapshots:
+        said = refused(partial(LogJournal.snapshot, tensors=given, notes=noted, wait=True))
+        assert str(folder / "snapshot-2") in said, (noted, said)
+
+
+def test_a_server_that_cannot_recover_ends_and_says_why(tmp_path: Path) -> None:
+    """Before, the thread that recovers died, and the server accepted connections that it never answered."""
+    training = Training(tmp_path, Async())
+    tensors, notes = whole(training.share)
+    del tensors["parameters"]
+    training.container.journal.snapshot(tensors, notes, wait=True)
+    ended: list[BaseException] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = Server(listener, token="", folder=tmp_path, say=lambda line: None)
+
+        def run() -> None:
+            try:
+                server.run(recover=True)
+            except BaseException as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join(20)
+        server.stop()
+        thread.join()
+    assert [type(error) for error in ended] == [CheckpointError]
+    assert "snapshot-2 cannot be gone on from" in str(ended[0])
+
+
+def test_a_step_that_was_another_is_not_taken_for_the_last_one_again(tmp_path: Path) -> None:
+    """As a chief would tell it that came back with an older log."""
+    training = Training(tmp_path, Async())
+    training.train(2)
+    last = training.training.state.last
+    assert last is not None
+    container, before = training.container, training.state()
+    container.apply(last.close, last.options, last.scale)  # an answer was lost on the way
+    other = replace(last.close.accepted[0], ticket=99)
+    for close in (replace(last.close, accepted=[other]), replace(last.close, step=2)):
+        with pytest.raises(PacelineError, match="the chief's log has lost what came after it"):
+            container.apply(close, last.options, last.scale)
+    container.staged.clear()  # a gradient that was acknowledged, and is not here
+    with pytest.raises(PacelineError, match="is not on server 0"):
+        container.apply(replace(last.close, step=4), last.options, last.scale)
+    assert training.state() == before
 
 
 def test_durability_without_a_folder_is_one_sentence(tmp_path: Path) -> None:

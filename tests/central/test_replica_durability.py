@@ -21,14 +21,14 @@ from test_server_faults import END_S, SCRIPT, check_end, check_nothing_left, kil
 from paceline.central.chief.tickets import Accepted, Close
 from paceline.central.durability import peer_journal
 from paceline.central.durability.backup import Backup, KeptShare
-from paceline.central.durability.peer_journal import Link, PeerJournal
+from paceline.central.durability.peer_journal import KeptBy, Link, PeerJournal
 from paceline.central.durability.recovery import keep, recover
 from paceline.central.durability.snapshot import save, waiting, whole
 from paceline.central.messages import replies, requests
 from paceline.central.messages.records import Made, Pushed
 from paceline.central.server.server import Server
 from paceline.central.shards import plain_options
-from paceline.errors import PacelineError, StrategyError
+from paceline.errors import CheckpointError, PacelineError, StrategyError
 from paceline.rules import Async, Sync
 from paceline.strategy import Centralized
 
@@ -286,6 +286,18 @@ def test_without_its_copy_a_share_is_gone_and_that_is_one_sentence(train: Callab
     next_one.forgets()
     with pytest.raises(PacelineError, match=r"the share of server 0 of container 'main' is gone: server 1, which"):
         training.killed()
+
+
+def test_any_change_of_the_note_where_the_copy_is_is_found(tmp_path: Path) -> None:
+    KeptBy("main", 0, ["127.0.0.1:1", "127.0.0.1:2"], 600.0, 1234).write(tmp_path)
+    path = tmp_path / "kept-by"
+    content = path.read_bytes()
+    assert KeptBy.read(tmp_path).incarnation == 1234
+    changed = [content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :] for place in range(len(content))]
+    for damaged in (*changed, *(content[:length] for length in range(len(content)))):
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"kept-by is damaged: "):
+            KeptBy.read(tmp_path)
 
 
 def test_a_wait_for_the_other_server_ends_and_says_who_waits_for_whom(tmp_path: Path) -> None:

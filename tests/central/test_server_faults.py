@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import psutil
@@ -136,19 +137,69 @@ def test_without_a_log_the_end_of_a_server_is_the_end_of_the_run_and_says_so(sta
     check_nothing_left(run)
 
 
-def test_a_damaged_log_ends_the_run_with_the_name_of_the_file(start: Start) -> None:
-    script = SCRIPT.read_text().replace(
-        "os.kill(pid_of(name), signal.SIGKILL)",
-        """os.kill(pid_of(name), signal.SIGSTOP)
+ROLL_BACK = """
+                    import shutil
+                    (now,) = Path("run/server-0").glob("*")
+                    (before,) = Path("before").glob("*")
+                    shutil.rmtree(now)
+                    shutil.copytree(before, now)"""
+DAMAGE = {  # which server's files, how, and what the run says
+    "a damaged log": (
+        1,
+        """
                     (log,) = Path("run/server-1").glob("*/log-*")
                     with log.open("r+b") as file:
                         file.seek(100)
-                        file.write(b"nonsense")
+                        file.write(b"nonsense")""",
+        "log-1 is damaged at byte 0",
+    ),
+    "a damaged snapshot": (
+        1,
+        """
+                    (snapshot,) = Path("run/server-1").glob("*/snapshot-*")
+                    with snapshot.open("r+b") as file:
+                        file.seek(-9, 2)
+                        file.write(b"\\x3f")""",
+        "snapshot-1 is damaged at byte 0: its checksum is not that of its content",
+    ),
+    "a log that is gone": (
+        0,
+        """
+                    (log,) = Path("run/server-0").glob("*/log-*")
+                    log.unlink()""",
+        "log-1 is missing, and was there",
+    ),
+    "a log that was cut": (
+        0,
+        """
+                    (log,) = Path("run/server-0").glob("*/log-*")
+                    os.truncate(log, log.stat().st_size // 2)""",
+        r"log-1 is damaged at byte \d+: it ends with record \d+, and \d+ was acknowledged",
+    ),
+    "an older state of everything": (0, ROLL_BACK, "server 0 is at step 1 after it was started again, and had ack"),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [case if case == "a damaged log" else pytest.param(case, marks=pytest.mark.soak) for case in DAMAGE]
+)
+def test_damage_ends_the_run_with_the_name_of_the_file(start: Start, case: str) -> None:
+    server, damage, sentence = DAMAGE[case]
+    script = SCRIPT.read_text().replace(
+        "os.kill(pid_of(name), signal.SIGKILL)",
+        f"""os.kill(pid_of(name), signal.SIGSTOP){damage}
                     os.kill(pid_of(name), signal.SIGKILL)""",
     )
-    run = start(script, f"--replicas 2 {LOG}", kills(("server 1", 3, "forward"))).end(END_S)
+    script = script.replace(
+        'reached("between")',
+        """if trainer.steps == 1 and place.rank == 0:
+                    import shutil
+                    shutil.copytree("run/server-0", "before")
+                reached("between")""",
+    )
+    run = start(script, f"--replicas 2 {LOG}", kills((f"server {server}", 3, "forward"))).end(END_S)
     assert run.code == 1
-    assert "log-1 is damaged at byte 0" in run.err
+    assert re.search(sentence, run.err), run.err
     assert "Traceback" not in run.err
     check_nothing_left(run)
 

@@ -174,9 +174,10 @@ class LogJournal(Journal):
         except OSError as error:
             # The logs are still there, and go back to an older snapshot.
             failure = str(_cannot_write(self.folder, error))
-            print(failure, file=sys.stderr, flush=True)
             with contextlib.suppress(OSError):
                 draft.unlink()
+            with contextlib.suppress(OSError):  # what a server says may go to the same disk
+                print(failure, file=sys.stderr, flush=True)
             return failure
         for older in _numbers(self.folder, "log") + _numbers(self.folder, "snapshot"):
             if older < number:

@@ -159,7 +159,7 @@ def _check_place(path: Path, head: Head, journal: int, number: int | None, offse
 def _decoded(path: Path, message: memoryview, kind: Any, offset: int) -> Any:
     try:
         return msgspec.msgpack.decode(message, type=kind)
-    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+    except (msgspec.MsgspecError, RecursionError, ValueError, PacelineError) as error:  # a rule refuses by itself
         raise damaged(path, offset, str(error)) from error
 
 
