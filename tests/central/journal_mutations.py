@@ -219,15 +219,18 @@ def campaign(left: Left, kind: str, chance: random.Random, count: int) -> dict[s
     """Damage the folder so many times, each time what was there at first; return how often it was equal, or refused."""
     kept = left.folder.parent.with_name("kept")
     shutil.copytree(left.folder, kept)
-    counts = {"equal": 0, "refused": 0}
-    for number in range(count):
-        words = mutate(left, kind, chance)
-        try:
+    counts, words = {"equal": 0, "refused": 0}, ""
+    try:
+        for _ in range(count):
+            words = mutate(left, kind, chance)
             counts["equal" if outcome(left) == "equal" else "refused"] += 1
-        except BaseException as error:
-            error.add_note(f"mutation {number}: {words}") if hasattr(error, "add_note") else print(words)
-            raise
+            shutil.rmtree(left.folder)
+            shutil.copytree(kept, left.folder)
+    except BaseException:
+        print(words)
         shutil.rmtree(left.folder)
         shutil.copytree(kept, left.folder)
-    shutil.rmtree(kept)
+        raise
+    finally:
+        shutil.rmtree(kept)
     return counts

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import os
 import random
-from pathlib import Path
 
 import pytest
 from journal_mutations import Left, campaign, leave, outcome, records_of
 
 
-@pytest.fixture
-def left(tmp_path: Path) -> Left:
-    return leave(tmp_path)
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> Left:
+    return leave(tmp_path_factory.mktemp("left"))
 
 
 def test_an_undamaged_folder_comes_back_equal(left: Left) -> None:

@@ -136,7 +136,16 @@ def read_snapshot(path: Path, journal: int) -> tuple[dict[str, torch.Tensor], Sn
 
 
 def damaged(path: Path, offset: int, what: str) -> CheckpointError:
-    return CheckpointError(f"{path} is damaged at byte {offset}: {what}; {ADVICE}")
+    return CheckpointError(f"{path} is damaged at byte {offset}: {printable(what)}; {ADVICE}")
+
+
+def printable(text: str) -> str:
+    """Return words about a file's content as one line: that may be anything.
+
+    >>> printable("no field `membe\\ns`")
+    'no field `membe\\\\ns`'
+    """
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def _read_head(path: Path, file: int, offset: int, size: int) -> Head | None:

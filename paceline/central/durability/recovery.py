@@ -25,7 +25,7 @@ from paceline.central.container.container import Container
 from paceline.central.container.training import ContainerTraining, Share
 from paceline.central.durability.log_journal import LogJournal
 from paceline.central.durability.peer_journal import NOTE, Connect, KeptBy, PeerJournal, Say
-from paceline.central.durability.record_file import ADVICE
+from paceline.central.durability.record_file import ADVICE, printable
 from paceline.central.durability.snapshot import again, load, save
 from paceline.central.messages.connection import Connection
 from paceline.central.messages.notes import ShareNotes
@@ -124,7 +124,7 @@ def _saying(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise CheckpointError(f"{what} ({error or type(error).__name__}); {ADVICE}") from error
+        raise CheckpointError(f"{what} ({printable(str(error)) or type(error).__name__}); {ADVICE}") from error
 
 
 def rebuilt(
