@@ -7,6 +7,7 @@ must have in `paceline/cli/checks.py`.
 from __future__ import annotations
 
 import argparse
+import os
 import secrets
 import socket
 from collections.abc import Mapping
@@ -126,7 +127,7 @@ class Plan:
             rendezvous=self.rendezvous,
             master=self._master(),
             run_folder=str(run_folder.resolve()),
-            save_on_stop=self.save_on_stop,
+            save_on_stop=os.path.abspath(self.save_on_stop) if self.save_on_stop is not None else None,
             strategy=self.strategy,
             servers=servers,
         )
@@ -137,8 +138,7 @@ class Plan:
             return f"127.0.0.1:{free_port()}"
         address, _, port = self.rendezvous.rpartition(":")
         if self.hosts == 1:
-            ours = self.strategy.exchange == "collective" or not shared_words_work()
-            return f"{address}:{free_port()}" if ours else self.rendezvous
+            return f"{address}:{free_port()}" if by_collectives(self.strategy) else self.rendezvous
         return f"{address}:{int(port) + (1 if int(port) < 65535 else -1)}"  # all hosts have to know it
 
 
@@ -154,8 +154,10 @@ def resolve(options: argparse.Namespace) -> Plan:
     _check_join(given, hosts)
     split = read_split(given)
     strategy = _strategy(given, _count_replicas(given, hosts, split), split)
-    survives = hosts == 1 and split is None
+    survives = hosts == 1 and split is None and not by_collectives(strategy)
     on_failure = one_of("on-failure", given.get("on_failure", "continue" if survives else "stop"), POLICIES)
+    if by_collectives(strategy) and on_failure != "stop":
+        raise StrategyError("on-failure", on_failure, "replicas that use collectives survive no death: give stop")
     if split is not None and on_failure == "continue":
         raise StrategyError("on-failure", on_failure, "a cut model needs all its devices: give stop or restart")
     if hosts > 1:
@@ -308,14 +310,19 @@ def _rendezvous(given: Mapping[str, Any], hosts: int, strategy: Strategy) -> str
     if endpoint is None:
         if hosts > 1 and "emulate" not in given:
             raise StrategyError("nnodes", hosts, f"say where host 0 is, --rdzv-endpoint 10.0.0.1:{DEFAULT_PORT}")
-        apart = strategy.exchange == "collective" or not shared_words_work()
-        return f"127.0.0.1:{free_port()}" if hosts == 1 and apart and strategy.replicas > 1 else None
+        return f"127.0.0.1:{free_port()}" if hosts == 1 and by_collectives(strategy) else None
     address, colon, port = endpoint.rpartition(":")
     if not colon:
         return f"{endpoint}:{DEFAULT_PORT}"
     if not address or not is_port(port):
         raise StrategyError("rdzv-endpoint", endpoint, f"give address:port, such as 10.0.0.1:{DEFAULT_PORT}")
     return endpoint
+
+
+def by_collectives(strategy: Strategy) -> bool:
+    """Whether the replicas of one host share no memory: they were told not to, or this machine cannot."""
+    apart = strategy.exchange == "collective" or not shared_words_work()
+    return apart and strategy.replicas > 1 and not strategy.on_servers
 
 
 def free_port() -> int:

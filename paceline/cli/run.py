@@ -27,7 +27,7 @@ import msgspec
 from paceline.cli import number, seconds, whole
 from paceline.cli.checks import check, check_script
 from paceline.cli.cut import add_cut_arguments
-from paceline.cli.plan import DEFAULT_PORT, Plan, resolve
+from paceline.cli.plan import DEFAULT_PORT, Plan, by_collectives, resolve
 from paceline.cli.unused import unused
 from paceline.launch.cores import allowed_cores, share_of_cores
 from paceline.launch.emulate import EmulatedHosts, Emulation
@@ -168,7 +168,7 @@ def _run_here(plan: Plan, path: Path) -> int:
         folder.write_config(_config(plan, job.place.rows))
         if not quiet:
             display.say(f"paceline: {in_words(plan)}")
-            if plan.strategy.replicas > 1 and not plan.strategy.on_servers and not shared_words_work():
+            if by_collectives(plan.strategy) and not shared_words_work():
                 why = f"shared memory is for x86-64 so far and this is {platform.machine()}"
                 display.say(f"paceline: {why}: replicas exchange by collectives")
         outcome = Supervisor(job, folder, display).run()

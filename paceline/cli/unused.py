@@ -6,15 +6,11 @@ A setting that is accepted and ignored is the worst answer: whoever gave it beli
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from paceline.machine import shared_words_work
+from paceline.cli.plan import Plan, by_collectives
 from paceline.net.secure import is_loopback
 
-if TYPE_CHECKING:
-    from paceline.cli.plan import Plan
-
-Condition = Callable[["Plan"], bool]
+Condition = Callable[[Plan], bool]
 
 
 def unused(plan: Plan) -> dict[str, str]:
@@ -27,8 +23,7 @@ def _nothing_on_a_link(plan: Plan) -> bool:
     if strategy.on_servers:
         addresses = plan.join.split(",") if plan.join is not None else []
         return strategy.exchange != "tcp" and all(is_loopback(address.rpartition(":")[0]) for address in addresses)
-    apart = strategy.exchange == "collective" or not shared_words_work()
-    return plan.hosts == 1 and not (apart and strategy.replicas > 1)
+    return plan.hosts == 1 and not by_collectives(strategy)
 
 
 def _one_process(plan: Plan) -> bool:

@@ -81,6 +81,12 @@ SENTENCES = {
     "run train.py --nnodes 2 --on-failure restart": (
         "on-failure is 'restart': between several hosts no death is survived yet: give stop"
     ),
+    "run train.py --replicas 2 --exchange collective --on-failure restart": (
+        "on-failure is 'restart': replicas that use collectives survive no death: give stop"
+    ),
+    "run train.py --replicas 2 --exchange collective --on-failure continue": (
+        "on-failure is 'continue': replicas that use collectives survive no death: give stop"
+    ),
     "run train.py --nnodes 2 --servers 2": "nnodes is 2: every host would start servers of its own and train a model",
     "run train.py --nnodes 2 --servers 2 --only sparse": "nnodes is 2: every host would start servers of its own",
     "run train.py --emulate hosts=2,link=1gbit --servers 1": (
@@ -202,9 +208,9 @@ assert "rich" not in sys.modules
     assert "--nnodes 2 --nproc-per-node 2 --node-rank 0 --rdzv-endpoint 10.0.0.1:29500" in done.stdout
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
     done = subprocess.run([sys.executable, "-c", MAIN, *arguments], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == code, done.stderr
     return done
 
 
@@ -271,3 +277,10 @@ def test_one_host_that_uses_collectives_is_given_a_place_to_meet() -> None:
     assert address == "127.0.0.1"
     assert 0 < int(port) < 65536
     assert run("run", "train.py", "--replicas", "2").stdout == "None\n"
+
+
+def test_without_a_word_about_failures_collectives_stop_at_a_death() -> None:
+    Path("train.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
+    ended = run("run", "train.py", "--exchange", "collective", "--replicas", "2", code=137)
+    assert "by default: on-failure stop" in ended.stderr
+    assert "go on" not in ended.stderr
