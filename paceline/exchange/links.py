@@ -13,6 +13,7 @@ The backend is chosen by the device: Gloo for CPU memory, NCCL for GPUs.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,6 +25,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # 
 
 from paceline.errors import ReplicaDied
 from paceline.exchange.wire import Feedback, Wire
+from paceline.net.secure import is_loopback
 
 __all__ = ["Links", "Store", "open_store"]
 
@@ -183,18 +185,32 @@ class _Range:
 def open_store(rendezvous: str, *, serve: bool, timeout_s: float) -> Store:
     """The key-value store by which processes of several hosts find each other."""
     address, _, port = rendezvous.rpartition(":")
+    address = address.strip("[]")
     try:
         store = TCPStore(
-            address.strip("[]"),
+            address,
             int(port),
             is_master=serve,
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
             multi_tenant=True,  # a second trainer of this process uses the same one
+            master_listen_fd=_listen_here(address, int(port)) if serve else None,
         )
     except (RuntimeError, dist.DistError) as error:
         raise ReplicaDied(f"nobody answers at {rendezvous} ({_first_line(error)}): start host 0 first") from error
     return PrefixStore("paceline", store)
+
+
+def _listen_here(address: str, port: int) -> int | None:
+    """The descriptor of a listening socket for a store that only this machine has to reach: by itself it would listen
+    on every interface. None for other stores, and where the one of an earlier trainer listens already."""
+    if not is_loopback(address):
+        return None
+    try:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, port), family=family).detach()
+    except OSError:
+        return None
 
 
 def _first_line(error: BaseException) -> str:

@@ -7,8 +7,11 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+
+from paceline.exchange.links import open_store
 
 PEER = """
 import sys, zlib
@@ -105,3 +108,17 @@ def test_a_host_that_dies_is_explained_in_seconds() -> None:
     assert time.monotonic() - began < 15
     assert peers[0].returncode == 1
     assert re.search(r"ReplicaDied: host 0 lost its link to another host \(.+\): see that host's output", err), err
+
+
+def test_a_store_for_this_machine_alone_listens_on_loopback_alone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    stores = [open_store(f"127.0.0.1:{port}", serve=True, timeout_s=5) for _ in range(2)]  # of two trainers
+    stores[0].set("key", "value")
+    assert stores[1].get("key") == b"value"
+    tables = [Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table.splitlines()[1:]]
+    listening = "0A"
+    assert [local for _, local, _, state, *_ in rows if state == listening and local.endswith(f":{port:04X}")] == [
+        f"0100007F:{port:04X}"
+    ]
