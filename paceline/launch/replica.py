@@ -260,7 +260,9 @@ def _open_log(place: Place) -> io.TextIOBase:
     """Where stacks and tracebacks go: past the pipe, so that the supervisor decides what is shown."""
     if place.run_folder is not None:
         with contextlib.suppress(OSError):
-            return (Path(place.run_folder) / log_name(place.rank)).open("a", buffering=1, encoding="utf-8")
+            return (Path(place.run_folder) / log_name(place.rank)).open(
+                "a", buffering=1, encoding="utf-8", errors="backslashreplace"
+            )
     assert isinstance(sys.stderr, io.TextIOBase)
     return sys.stderr
 
@@ -285,18 +287,23 @@ def _report(error: BaseException, place: Place, log: io.TextIOBase) -> None:
         time=failed_at,
         replica=place.rank,
         kind=type(error).__name__,
-        sentence="".join(traceback.format_exception_only(type(error), error)).strip(),
-        traceback="".join(traceback.format_exception(type(error), error, trace)).rstrip(),
+        sentence=_text(traceback.format_exception_only(type(error), error)).strip(),
+        traceback=_text(traceback.format_exception(type(error), error, trace)).rstrip(),
         expected=isinstance(error, PacelineError),
     )
     if failure.expected:
-        failure = msgspec.structs.replace(failure, sentence=str(error))
+        failure = msgspec.structs.replace(failure, sentence=_text([str(error)]))
     try:
         print(failure.text, file=log)
         if place.run_folder is not None:
             failure.write(Path(place.run_folder))
     except OSError:  # a full disk: what the supervisor can read from the pipe has to do
         print(failure.text, file=sys.stderr)
+
+
+def _text(pieces: Sequence[str]) -> str:
+    """All as one text that any file takes: names of files, and so messages, may hold what is no letter."""
+    return "".join(pieces).encode(errors="backslashreplace").decode()
 
 
 if __name__ == "__main__":

@@ -188,7 +188,7 @@ class PlainDisplay:
         self._mid_line = False
 
     def say(self, line: str) -> None:
-        put(sys.stderr, b"\n" * self._mid_line + line.encode(errors="replace") + b"\n")
+        put(sys.stderr, b"\n" * self._mid_line + line.encode(errors="backslashreplace") + b"\n")
         self._mid_line = False
 
     def pass_on(self, data: bytes, *, error: bool) -> None:

@@ -268,6 +268,22 @@ def test_an_error_of_paceline_is_shown_as_its_sentence_alone(start: Start) -> No
     )
 
 
+@pytest.mark.parametrize("kind", ["ValueError", "paceline.errors.PacelineError"])
+def test_an_exception_whose_message_is_no_proper_text_is_shown(start: Start, kind: str) -> None:
+    run = start(f"import paceline.errors\nraise {kind}('no file \\udc80.csv')", "--quiet").end()
+    assert run.code == 1
+    assert run.err.startswith("paceline: replica 0 failed before its first step:\n")
+    assert run.err.endswith("no file \\udc80.csv\n")
+    assert run.err.count("Traceback") == (kind == "ValueError")
+
+
+def test_a_script_that_closes_its_stdout_disturbs_nobody(start: Start) -> None:
+    script = "print('last words')\nos.close(1)\ntime.sleep(0.2)\nPath('open').open('w').write('')\nmark('')"
+    run = start(script, "--replicas", "2", "--json").end()
+    assert run.code == 0, run.err
+    assert run.out.startswith("last words\n{")
+
+
 def test_a_script_that_cannot_be_compiled_is_shown_without_our_frames(start: Start) -> None:
     run = start("def broken(:\n    pass", "--replicas", "2", "--quiet").end()
     assert run.code == 1
