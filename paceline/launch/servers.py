@@ -86,7 +86,7 @@ class LocalServers:
     def __init__(self, count: int, folder: Path, guard: Guard, *, keep: bool) -> None:
         """`keep`: each keeps a log in `folder`, to go on from after its death."""
         self.count = count
-        self._folder = folder
+        self._folder = folder.resolve()  # scripts may go elsewhere before they look for it
         self._guard = guard
         self._keep = keep
         self._listeners = [socket.create_server(("127.0.0.1", 0), backlog=1024) for _ in range(count)]

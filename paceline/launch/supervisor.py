@@ -175,7 +175,11 @@ class Supervisor:
             self._selector.register(descriptor, selectors.EVENT_READ, partial(self._on_output, replica, descriptor))
         self._event("restarted" if again else "started", replica=replica.rank, pid=replica.pid)
 
-    def _on_output(self, replica: ReplicaProcess, descriptor: int) -> bool:
+    def _on_output(self, replica: ReplicaProcess, descriptor: int) -> None:
+        self._follow_chief()
+        self._pass_on(replica, descriptor)
+
+    def _pass_on(self, replica: ReplicaProcess, descriptor: int) -> bool:
         """Pass on what there is to read; whether more may come."""
         if self._living.get(replica.row) is not replica:
             return False
@@ -186,6 +190,27 @@ class Supervisor:
         elif data:
             self._reporter.pass_on(replica.row, data, error=descriptor == replica.stderr)
         return bool(data)
+
+    def _drain(self, replica: ReplicaProcess) -> None:
+        for descriptor in (replica.stdout, replica.stderr):
+            for _ in range(MOST_DRAINED_CHUNKS):
+                if not self._pass_on(replica, descriptor):
+                    break
+
+    def _follow_chief(self) -> None:
+        """Show the replica whose `trainer.chief` is true: the first of those who take part.
+
+        One that was started again is chief from the first op on that it begins as a member; what the one before it
+        had to say as chief it has printed before that. Of one that has finished, nobody repeats the last words.
+        """
+        shown, board = self._reporter.shown, self._board
+        members = [row for row in self._living if board.alive(row)]
+        first = min((row for row in members if board.get(row, Word.OP) >= board.get(row, Word.ADMIT_AT)), default=None)
+        if shown is None or first is None or (first >= shown and shown in {*self._living, *self._finished}):
+            return
+        if shown in self._living:
+            self._drain(self._living[shown])
+        self._reporter.shown = first
 
     def _on_end(self, replica: ReplicaProcess) -> None:
         row = replica.row
@@ -207,10 +232,7 @@ class Supervisor:
     def _drop(self, replica: ReplicaProcess) -> int:
         """End a replica and everything it spawned, read the last of its output, declare it ended."""
         replica.send(signal.SIGKILL)
-        for descriptor in (replica.stdout, replica.stderr):
-            for _ in range(MOST_DRAINED_CHUNKS):
-                if not self._on_output(replica, descriptor):
-                    break
+        self._drain(replica)
         for descriptor in (replica.pidfd, replica.stdout, replica.stderr):
             with contextlib.suppress(KeyError):
                 self._selector.unregister(descriptor)
@@ -230,8 +252,7 @@ class Supervisor:
         self._restarts.deaths += 1
         self._last_signal = number
         what = f"{self._reporter.called(replica.row)} was killed by {name} {at(step)}"
-        if replica.row == self._reporter.shown:
-            self._reporter.shown = min(self._living, default=None)
+        self._follow_chief()
         if self._restarts.of_replicas:
             self._say(f"{what}; {self._start_again(replica)}")
         elif self._job.on_failure == "stop" or self._is_cut:
@@ -340,6 +361,7 @@ class Supervisor:
             del self._due[row]
             self._start(row)
         self._look_at_progress()
+        self._follow_chief()
         for row in [row for row in self._joining if self._board.alive(row)]:
             self._joining.discard(row)
             self._say(f"{self._reporter.called(row)} takes part again")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 from pathlib import Path
-from types import FrameType
 
 import msgspec
 
@@ -35,11 +33,7 @@ def main() -> None:
         keys=Keys.load(Path(setting.keys)) if setting.keys is not None else None,
         folder=Path(setting.folder) if setting.folder is not None else None,
     )
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        server.stop()
-
-    signal.signal(signal.SIGTERM, stop)
+    # SIGTERM kills it as SIGKILL does: to end in good order would shut the listening socket, which the next one needs.
     try:
         server.run(recover=True)
     except PacelineError as error:
