@@ -22,6 +22,7 @@ from typing import NoReturn
 
 from paceline.errors import PacelineError, StrategyError
 from paceline.strategy import MOST_TIMEOUT_S
+from paceline.watch.output import open_missing_streams
 
 SUBCOMMANDS = {
     "run": "train a script on one or many replicas",
@@ -116,6 +117,7 @@ def number(field: str) -> Callable[[str], float]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the `paceline` command; the exit code."""
+    open_missing_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         for argument in given:

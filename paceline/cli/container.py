@@ -20,7 +20,7 @@ from paceline.cli.plan import addresses
 from paceline.errors import InvalidInput
 from paceline.net.secure import Keys, is_loopback, read_token
 from paceline.run_place import check_container
-from paceline.watch.display import put
+from paceline.watch.output import put
 
 if TYPE_CHECKING:
     from paceline.central.client.reader import Reader, Summary

@@ -37,7 +37,8 @@ from paceline.launch.replica import PARENT_VARIABLE, die_with_parent
 from paceline.launch.supervisor import Supervisor
 from paceline.machine import shared_words_work
 from paceline.run_place import INTERRUPTED
-from paceline.watch.display import choose_display, put
+from paceline.watch.display import choose_display
+from paceline.watch.output import put
 from paceline.watch.run_folder import EVENTS, RunFolder, choose_run_folder
 
 EXAMPLES = """\
@@ -150,7 +151,7 @@ def execute(options: argparse.Namespace) -> int:
 
 def _run_here(plan: Plan, path: Path) -> int:
     quiet = plan.quiet or plan.host > 0  # of several hosts, the first one speaks
-    display = choose_display(plan.name, plain=plan.plain, quiet=quiet)
+    display = choose_display(plan.name, path, plain=plan.plain, quiet=quiet)
     folder = RunFolder(path, lambda line: display.say(f"paceline: {line}"), host=plan.host)
     job = RunJob(
         script=plan.script,
@@ -174,11 +175,11 @@ def _run_here(plan: Plan, path: Path) -> int:
         outcome = Supervisor(job, folder, display).run()
         if not quiet:
             display.say(f"paceline: {_summary(outcome, plan, began)}; run folder {path}")
+        if plan.json:
+            display.pass_on(_as_json(path, asdict(outcome)), error=False)
     finally:
-        display.close()
         folder.close()
-    if plan.json:
-        put(sys.stdout, _as_json(path, asdict(outcome)))
+        display.close()
     return outcome.exit_code
 
 

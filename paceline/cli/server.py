@@ -24,7 +24,7 @@ import msgspec
 from paceline.cli import is_count
 from paceline.errors import InvalidInput, SecurityError
 from paceline.net.secure import TOKEN, Keys, is_loopback, read_token, write_secret, write_token
-from paceline.watch.display import put
+from paceline.watch.output import put
 
 if TYPE_CHECKING:
     from paceline.central.server.server import Server

@@ -10,16 +10,16 @@ Paceline's own lines go to stderr; stdout is the script's.
 from __future__ import annotations
 
 import collections
-import contextlib
-import os
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TextIO, cast
 
 from paceline.exchange.board import Board, HostWord, Phase, Word
+from paceline.watch.output import Outputs, OutputText
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -167,37 +167,29 @@ class Display(Protocol):
         """The latest progress; may be called as often as one likes."""
 
     def close(self) -> None:
-        """Nothing more will come."""
-
-
-def put(stream: TextIO, data: bytes) -> None:
-    """Write at once; nothing happens if whoever read it has gone, since the training has not."""
-    with contextlib.suppress(OSError):
-        while data:
-            data = data[os.write(stream.fileno(), data) :]
+        """Nothing more will come; return when all of it has been read."""
 
 
 class PlainDisplay:
     """Lines, for files, pipes and people who prefer them."""
 
-    def __init__(self, *, progress: bool = True, every_s: float = PLAIN_EVERY_S) -> None:
+    def __init__(self, spill_to: Path | None = None, *, progress: bool = True, every_s: float = PLAIN_EVERY_S) -> None:
+        self._outputs = Outputs(spill_to)
         self._progress = progress
         self._every_s = every_s
         self._next_at = 0.0
         self._shown_step = 0
-        self._mid_line = False
 
     def say(self, line: str) -> None:
-        put(sys.stderr, b"\n" * self._mid_line + line.encode(errors="backslashreplace") + b"\n")
-        self._mid_line = False
+        err = self._outputs.err
+        err.write(b"\n" * err.mid_line + line.encode(errors="backslashreplace") + b"\n")
 
     def pass_on(self, data: bytes, *, error: bool) -> None:
-        put(sys.stderr if error else sys.stdout, data)
-        self._mid_line = not data.endswith(b"\n")
+        (self._outputs.err if error else self._outputs.out).write(data)
 
     def show(self, progress: Progress) -> None:
         now = time.monotonic()
-        if self._mid_line:  # the script is not done with its line, and this can wait
+        if self._outputs.busy:  # the script is not done with its line, or nobody reads: this can wait
             return
         if progress.step == 0:  # the first line waits until there is a speed to speak of
             self._next_at = now + min(1.0, self._every_s)
@@ -207,19 +199,21 @@ class PlainDisplay:
             self.say(str(progress))
 
     def close(self) -> None:
-        if self._mid_line:
-            put(sys.stderr, b"\n")
+        if self._outputs.err.mid_line:
+            self._outputs.err.write(b"\n")
+        self._outputs.close()
 
 
 class LiveDisplay:
     """A table that stays in place on the terminal, below everything that is printed."""
 
-    def __init__(self, title: str) -> None:
+    def __init__(self, title: str, spill_to: Path | None = None) -> None:
         from rich.console import Console
         from rich.live import Live
 
         self._title = title
-        self._console = Console(stderr=True, highlight=False)
+        self._outputs = Outputs(spill_to)
+        self._console = Console(file=cast(TextIO, OutputText(self._outputs.err)), highlight=False)
         self._live = Live(
             console=self._console,
             auto_refresh=False,
@@ -237,43 +231,44 @@ class LiveDisplay:
 
     def pass_on(self, data: bytes, *, error: bool) -> None:
         if not error and not sys.stdout.isatty():
-            put(sys.stdout, data)
+            self._outputs.out.write(data)
             return
         if self._prompting:
             self._prompting = False
             self._live.start()
         *lines, self._unfinished[error] = (self._unfinished[error] + data).split(b"\n")
-        for line in lines:
-            self._print_line(line)
+        self._print(lines)
         if self._unfinished[error].endswith(PROMPTS):  # the table makes room for what is typed
             self._prompting = True
             self._live.stop()
-            put(sys.stderr, self._unfinished[error])
+            self._outputs.err.write(self._unfinished[error])
             self._unfinished[error] = b""
 
-    def _print_line(self, line: bytes) -> None:
+    def _print(self, lines: Sequence[bytes]) -> None:
         from rich.text import Text
 
-        last_state = line.rstrip(b"\r").rpartition(b"\r")[2]  # of a progress bar that draws over itself
-        self._console.print(Text.from_ansi(last_state.decode(errors="replace")), soft_wrap=True)
+        # Of a progress bar that draws over itself, its last state.
+        states = [line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace") for line in lines]
+        if states:
+            self._console.print(Text.from_ansi("\n".join(states)), soft_wrap=True)
 
     def show(self, progress: Progress) -> None:
         now = time.monotonic()
-        if now >= self._next_at and not self._prompting:
+        if now >= self._next_at and not self._prompting and not self._outputs.behind:
             self._next_at = now + DRAW_EVERY_S
             self._live.update(draw(self._title, progress), refresh=True)
 
     def close(self) -> None:
-        for line in filter(None, self._unfinished.values()):
-            self._print_line(line)
+        self._print([line for line in self._unfinished.values() if line])
         self._live.stop()
+        self._outputs.close()
 
 
-def choose_display(title: str, *, plain: bool, quiet: bool) -> Display:
-    """The live table if there is a terminal to draw on."""
+def choose_display(title: str, spill_to: Path | None = None, *, plain: bool, quiet: bool) -> Display:
+    """The live table if there is a terminal to draw on. `spill_to`: a folder, for output that nobody reads yet."""
     if quiet or plain or not sys.stderr.isatty():
-        return PlainDisplay(progress=not quiet)
-    return LiveDisplay(title)
+        return PlainDisplay(spill_to, progress=not quiet)
+    return LiveDisplay(title, spill_to)
 
 
 def draw(title: str, progress: Progress) -> RenderableType:

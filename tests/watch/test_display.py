@@ -129,6 +129,7 @@ def test_plain_progress_comes_now_and_then_and_never_into_the_scripts_line(capfd
     slow = PlainDisplay(every_s=60.0)
     for step in range(5, 100):
         slow.show(Progress(step=step))
+    slow.close()
     assert capfd.readouterr() == (
         "loading done\n",
         "step 2\nhalf\npaceline: replica 1 was killed\nstep 5\n",
