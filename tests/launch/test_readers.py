@@ -89,6 +89,7 @@ def test_a_pipe_that_does_not_block_gets_everything(tmp_path: Path) -> None:
     script = "for number in range(200_000): print('line', number)"
     run = start(tmp_path, script, "--quiet", stdout=writing)
     os.close(writing)
+    time.sleep(1)  # longer than it takes to fill a pipe
     found = b""
     while data := os.read(reading, 1 << 16):
         found += data
