@@ -1,8 +1,8 @@
 """One replica process, from both sides.
 
 Outside, `ReplicaProcess` is the supervisor's hand on it: starts it, reads what it prints, learns of its end within
-a millisecond (a pidfd becomes readable), and ends it together with everything it has spawned. `Guard` does that
-last for a supervisor that was itself killed.
+a millisecond (a pidfd becomes readable), and ends it together with its process group; what has left that is the
+guard's (`guard.py`).
 
 Inside, `python -m paceline.launch.replica train.py …` runs before and after the user's script: it ties its life to
 the supervisor's, takes its cores, and then runs the script as `python train.py …` would. What the script raises
@@ -21,7 +21,6 @@ import io
 import os
 import runpy
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -36,6 +35,7 @@ import msgspec
 from paceline.errors import LaunchError, PacelineError
 from paceline.exchange.board import called
 from paceline.launch.cores import allowed_cores, share_of_cores
+from paceline.launch.guard import Guard
 from paceline.launch.quick_start import load_compiler_late
 from paceline.memory.heap import keep_memory
 from paceline.run_place import PLACE_VARIABLE, Place, find_place
@@ -48,7 +48,6 @@ LONGEST_EXIT_S = 5.0  # for threads and exit handlers of a script that has faile
 _PR_SET_PDEATHSIG = 1
 _CHUNK_BYTES = 1 << 16
 _TAIL_BYTES = 4096
-_GROUP = struct.Struct("=q")
 # Frames that are not shown.
 _OURS = (__file__, *(f"<frozen {name}>" for name in ("importlib._bootstrap", "importlib._bootstrap_external", "runpy")))
 
@@ -69,6 +68,7 @@ class ReplicaProcess:
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
             **_as_torchrun(place),
+            **guard.mark(place.row),
         }
         self.row = place.row
         self.rank = place.rank
@@ -161,52 +161,6 @@ def _as_torchrun(place: Place) -> dict[str, str]:
     counts = {"RANK": place.rank, "WORLD_SIZE": place.world, "LOCAL_RANK": place.row, "LOCAL_WORLD_SIZE": place.rows}
     words = {name: str(count) for name, count in counts.items()}
     return {**words, "MASTER_ADDR": address.strip("[]"), "MASTER_PORT": port}
-
-
-class Guard:
-    """A tiny process that ends the replicas' process groups if the supervisor is gone without having done so.
-
-    `kill -9` of the supervisor ends the replicas (PR_SET_PDEATHSIG), but not what they had spawned. The guard
-    learns of the death by the end of the pipe on which it is told the groups.
-    """
-
-    def __init__(self) -> None:
-        reading, self._writing = os.pipe()
-        self._pid = os.fork()
-        if self._pid == 0:
-            try:
-                os.setsid()
-                os.close(self._writing)
-                _end_groups_at_eof(reading)
-            finally:
-                os._exit(0)
-        os.close(reading)
-
-    def watch(self, group: int) -> None:
-        self._tell(group)
-
-    def forget(self, group: int) -> None:
-        self._tell(-group)
-
-    def close(self) -> None:
-        os.close(self._writing)
-        os.waitpid(self._pid, 0)
-
-    def _tell(self, number: int) -> None:
-        with contextlib.suppress(BrokenPipeError):  # somebody killed the guard: its help is lost, the run is not
-            os.write(self._writing, _GROUP.pack(number))
-
-
-def _end_groups_at_eof(reading: int) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_IGN)
-    groups: set[int] = set()
-    while told := os.read(reading, _GROUP.size * 512):
-        for (number,) in _GROUP.iter_unpack(told):
-            (groups.add if number > 0 else groups.discard)(abs(number))
-    for group in groups:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
 
 
 # ── inside: around the user's script ─────────────────────────────────────────────────────────────────────────

@@ -18,7 +18,8 @@ from pathlib import Path
 import msgspec
 
 from paceline.errors import LaunchError
-from paceline.launch.replica import PARENT_VARIABLE, Guard
+from paceline.launch.guard import Guard
+from paceline.launch.replica import PARENT_VARIABLE
 from paceline.net.secure import write_token
 from paceline.run_place import ServersPlace
 

@@ -30,9 +30,10 @@ import msgspec
 
 from paceline.exchange.board import Board, HostWord, Phase, Word
 from paceline.launch.cores import allowed_cores
+from paceline.launch.guard import Guard
 from paceline.launch.job import RunJob, RunOutcome
 from paceline.launch.regular_look import LOOK_EVERY_S, RegularLook
-from paceline.launch.replica import Guard, ReplicaProcess
+from paceline.launch.replica import ReplicaProcess
 from paceline.launch.reporter import Reporter, at, below, signal_name
 from paceline.launch.restarts import Restarts
 from paceline.launch.servers import LocalServers, ServerProcess
@@ -76,7 +77,6 @@ class Supervisor:
     def run(self) -> RunOutcome:
         """Start everything and return when all of it has ended."""
         began = time.monotonic()
-        # The guard comes first: forked later, it would hold open what belongs to the supervisor.
         with contextlib.closing(Guard()) as self._guard, signals_as_bytes() as self._signals:
             self._selector.register(self._signals, selectors.EVENT_READ, self._on_signal)
             try:
@@ -240,6 +240,7 @@ class Supervisor:
         del self._living[replica.row]
         self._joining.discard(replica.row)
         self._board.declare_ended(replica.row)
+        self._guard.end_children_of(replica.row)
         return code
 
     # ── deaths, failures, stops ──────────────────────────────────────────────────────────────────────────
@@ -362,6 +363,7 @@ class Supervisor:
             self._start(row)
         self._look_at_progress()
         self._follow_chief()
+        self._guard.reap_adopted()
         for row in [row for row in self._joining if self._board.alive(row)]:
             self._joining.discard(row)
             self._say(f"{self._reporter.called(row)} takes part again")

@@ -541,6 +541,51 @@ def test_what_a_replica_has_spawned_ends_with_it(start: Start) -> None:
     await_gone(*(int(pid) for replica in range(2) for pid in run.read(f"mark-{replica}").split()), timeout_s=1)
 
 
+# Processes that have left the replica's group: with a session of their own, orphaned at once, without our environment.
+DAEMONS = """
+def daemon(command, **how):
+    starter = f"import subprocess; print(subprocess.Popen({command!r}, stdout=subprocess.DEVNULL).pid)"
+    done = subprocess.run([sys.executable, "-S", "-c", starter], stdout=subprocess.PIPE, start_new_session=True, **how)
+    return int(done.stdout)
+
+pids = [
+    subprocess.Popen(["sleep", "60"], start_new_session=True).pid,
+    daemon(["sleep", "60"]),
+    daemon(["sh", "-c", "sleep 60 & sleep 60"]),
+]
+if me == 0:
+    pids.append(daemon(["sleep", "60"], env={}))
+mark(" ".join(map(str, pids)))
+until(lambda: all(Path(f"mark-{row}").exists() for row in range(2)))
+"""
+
+
+def test_what_has_left_a_replicas_group_ends_with_it_and_nothing_else_does(start: Start) -> None:
+    stays = subprocess.Popen(["sleep", "60"])
+    script = """
+if me == 1:
+    die()
+until(lambda: not board.alive(1))
+theirs = [int(pid) for pid in Path("mark-1").read_text().split()]
+until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in theirs))
+assert all(Path(f"/proc/{pid}").exists() for pid in pids), "those of the living stay"
+"""
+    run = start(DAEMONS + script, "--replicas", "2").end()
+    assert run.code == 0, run.err
+    await_gone(*(int(pid) for replica in range(2) for pid in run.read(f"mark-{replica}").split()), timeout_s=0.1)
+    assert stays.poll() is None
+    stays.kill()
+    stays.wait()
+
+
+def test_kill_9_of_the_supervisor_leaves_nothing_that_has_left_a_replicas_group(start: Start) -> None:
+    run = start(DAEMONS.replace(", env={}", "") + "time.sleep(60)", "--replicas", "2")
+    pids = [int(pid) for replica in range(2) for pid in run.await_file(f"mark-{replica}").split()]
+    run.process.kill()
+    run.end(timeout_s=5)
+    await_gone(*pids)
+
+
 def test_no_shared_memory_is_left_in_the_file_system(start: Start) -> None:
     before = set(os.listdir("/dev/shm"))
     start("die()", "--replicas", "2").end()
