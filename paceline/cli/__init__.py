@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from paceline.errors import PacelineError, StrategyError
+from paceline.launch import limits
 from paceline.strategy import MOST_TIMEOUT_S
 from paceline.watch.output import open_missing_streams
 
@@ -129,6 +130,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except Exception as error:
+        if not (limit := limits.behind(error)):
+            raise
+        complain(f"{str(error) or type(error).__name__}: {limit}, raise it")
+        return 2
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -4,6 +4,7 @@
 - `cores`: which cores a replica gets
 - `replica`: one replica process, seen from the supervisor and from inside; `servers`: those of a run
 - `guard`: ends what replicas have spawned and left behind, also if the supervisor was killed
+- `limits`: what the shell allows a process, where that is behind an error
 - `supervisor`: starts the replicas of a host, notices deaths, decides what happens then
 - `restarts` counts deaths, `regular_look` follows progress and stalls, `reporter` says what there is to say
 - `hosts`: the supervisors of several hosts, started and ended together

@@ -34,6 +34,7 @@ import msgspec
 
 from paceline.errors import LaunchError, PacelineError
 from paceline.exchange.board import called
+from paceline.launch import limits
 from paceline.launch.cores import allowed_cores, share_of_cores
 from paceline.launch.guard import Guard
 from paceline.launch.quick_start import load_compiler_late
@@ -188,7 +189,8 @@ def main() -> None:
     except BaseException as error:
         _report(error, place, log)
         # Threads and exit handlers of a script that has failed may hang, and everybody else would wait.
-        faulthandler.dump_traceback_later(LONGEST_EXIT_S, exit=True, file=log)
+        with contextlib.suppress(RuntimeError):  # it needs a thread, for which there may be no room
+            faulthandler.dump_traceback_later(LONGEST_EXIT_S, exit=True, file=log)
         sys.exit(1)
 
 
@@ -247,6 +249,8 @@ def _report(error: BaseException, place: Place, log: io.TextIOBase) -> None:
     )
     if failure.expected:
         failure = msgspec.structs.replace(failure, sentence=_text([str(error)]))
+    elif limit := limits.behind(error):
+        failure = msgspec.structs.replace(failure, sentence=f"{failure.sentence}: {limit}, raise it", expected=True)
     try:
         print(failure.text, file=log)
         if place.run_folder is not None:

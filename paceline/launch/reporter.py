@@ -8,6 +8,7 @@ import signal
 
 from paceline.exchange.board import called
 from paceline.launch.job import RunJob
+from paceline.launch.limits import behind_end
 from paceline.watch.display import Display
 from paceline.watch.run_folder import RunFolder
 
@@ -41,7 +42,9 @@ class Reporter:
         first = self.folder.first_failure()
         if first is None:
             report = last_errors if row != self.shown else ""
-            self.say(f"{self.called(row)} ended with code {code} {at(step)}{below(report)}")
+            self.say(
+                f"{self.called(row)} ended with code {code} {at(step)}{behind_end(code, last_errors)}{below(report)}"
+            )
         elif (failed := first.replica - self._job.place.rank) in step_of:
             self.say(f"{self.called(failed)} failed {at(step_of[failed])}{below(first.text)}")
         # Otherwise another host's replica has failed before, and its own supervisor says so.

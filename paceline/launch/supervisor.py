@@ -29,6 +29,7 @@ from typing import cast
 import msgspec
 
 from paceline.exchange.board import Board, HostWord, Phase, Word
+from paceline.launch import limits
 from paceline.launch.cores import allowed_cores
 from paceline.launch.guard import Guard
 from paceline.launch.job import RunJob, RunOutcome
@@ -252,7 +253,7 @@ class Supervisor:
             return  # most likely our own doing
         self._restarts.deaths += 1
         self._last_signal = number
-        what = f"{self._reporter.called(replica.row)} was killed by {name} {at(step)}"
+        what = f"{self._reporter.called(replica.row)} was killed by {name} {at(step)}{limits.behind_end(-number)}"
         self._follow_chief()
         if self._restarts.of_replicas:
             self._say(f"{what}; {self._start_again(replica)}")

@@ -7,7 +7,9 @@ ended. Another process opens it through the descriptor of one that holds it.
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 
 from paceline.errors import ArenaError
 
@@ -18,8 +20,13 @@ def make(what: str, size: int, *, reserve: bool = False) -> int:
     descriptor = os.memfd_create(f"paceline-{what}", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(descriptor, 0, size) if reserve else os.ftruncate(descriptor, size)
-    except OSError:
+    except OSError as error:
         os.close(descriptor)
+        if error.errno == errno.EFBIG:
+            limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+            raise ArenaError(
+                f"shared memory of {size:,} bytes counts as a file, and ulimit -f allows {limit:,}: raise that limit"
+            ) from error
         raise
     return descriptor
 

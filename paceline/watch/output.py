@@ -52,6 +52,10 @@ class Output:
         with self._changed:
             if self._nobody_reads or not data:
                 return
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="paceline-output", daemon=True)
+                thread.start()
+                self._thread = thread
             self.mid_line = not data.endswith(b"\n")
             self.waiting += len(data)
             if self._in_memory + len(data) > MOST_IN_MEMORY:
@@ -59,9 +63,6 @@ class Output:
             if data:
                 self._pieces.append(data)
                 self._in_memory += len(data)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="paceline-output", daemon=True)
-                self._thread.start()
             self._changed.notify_all()
 
     def wait(self, timeout_s: float | None = None) -> bool:

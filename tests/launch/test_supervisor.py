@@ -202,6 +202,35 @@ def test_a_full_disk_is_said_once_and_the_run_goes_on(start: Start) -> None:
     assert len(run.out) > 4 << 20, "what is shown does not depend on what is stored"
 
 
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("bytearray(1 << 40)", "failed before its first step:\nMemoryError: {}, raise it\n"),
+        ("os.abort()", "was killed by SIGABRT before its first step ({}); no replica is left\n"),
+        ("sys.exit('std::bad_alloc')", "ended with code 1 before its first step ({})\n"),
+        ("sys.exit(7)", "ended with code 7 before its first step\n"),
+    ],
+)
+def test_a_limit_of_address_space_is_named_where_it_may_be_the_cause(start: Start, script: str, said: str) -> None:
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+
+    run = start(script, "--quiet", preexec_fn=limited).end()
+    assert "Traceback" not in run.err
+    assert run.err.endswith(
+        "paceline: replica 0 " + said.format("ulimit -v allows a process 4096 MiB of address space")
+    )
+
+
+def test_a_limit_of_files_that_shared_memory_does_not_fit_into_is_named(start: Start) -> None:
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, 1 << 19))
+
+    run = start("", "--quiet", preexec_fn=limited).end()
+    sentence = "shared memory of 1,048,576 bytes counts as a file, and ulimit -f allows 524,288: raise that limit"
+    assert (run.code, run.err) == (2, f"paceline: {sentence}\n")
+
+
 # ── exceptions and exit codes ────────────────────────────────────────────────────────────────────────────────
 
 
