@@ -176,9 +176,10 @@ class Trainer:
             raise DataError("dataset", type(dataset).__name__, "evaluate on one that has a length")
         ledger = Ledger(feed.length, batch_size, shuffle=False)
         load = lambda part: feed.load(ledger, 0, part)  # noqa: E731
+        call = self._loop.describe_call("evaluate", feed)
         self._loop.engine.rest()
         with evaluating(self.model), torch.no_grad():
-            return self._loop.evaluate(Evaluation(metric, self.model, load, feed.length, batch_size))
+            return self._loop.evaluate(Evaluation(metric, self.model, load, call, batch_size))
 
     def predictor(self) -> Callable[..., Any]:
         """Answers single requests as the model stands: `predictor(*args)` is `model(*args)` in eval mode, without

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from paceline.data.ledger import Ledger
+from paceline.data.script_call import describe
 from paceline.errors import DataError, PacelineError
 
 Collate = Callable[[list[Any]], Any]
@@ -40,6 +41,7 @@ class Feed(ABC):
     """Batches by position. May be used by several threads: one load at a time."""
 
     length: int | None  # None: a stream, which tells its length only by ending
+    description = ""  # of its dataset, as far as it can be compared with another replica's
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -208,6 +210,12 @@ class _Reading:
 
 def open_feed(dataset: Any, collate: Collate | None = None) -> Feed:
     """The feed for a dataset: tensors, map-style or a stream. `collate` makes a batch of a list of samples."""
+    feed = _feed_of(dataset, collate)
+    feed.description = describe(dataset)
+    return feed
+
+
+def _feed_of(dataset: Any, collate: Collate | None) -> Feed:
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader):
         raise DataError("dataset", kind, "give the dataset inside it, Paceline makes the batches itself")

@@ -104,16 +104,18 @@ class Kind(enum.IntEnum):
     EVALUATE = 2
     SAVE = 3
     UPDATE = 4
-    BARRIER = 5
-    MEAN = 6
-    GATHER = 7
-    BROADCAST = 8
+    BATCHES = 5
+    BARRIER = 6
+    MEAN = 7
+    GATHER = 8
+    BROADCAST = 9
 
     @property
     def words(self) -> str:
         if self >= Kind.BARRIER:
             return f"calls pl.{self.name.lower()}"
-        return ("builds a trainer", "takes a step", "evaluates", "saves or resumes", "updates")[self.value]
+        calls = "builds a trainer", "takes a step", "evaluates", "saves or resumes", "updates", "calls trainer.batches"
+        return calls[self]
 
 
 class Phase(enum.IntEnum):

@@ -28,11 +28,12 @@ class SharedSums:
         self._timeout_s = together.timeout_s
         self._members = Members(0, 0, (), together.replica)
         self._number = 0
+        self._phase = Phase.AWAITING_STATISTICS
         self._last: dict[int, tuple[int, Sequence[int]]] = {}  # by scratch space: the last sum there, and who read it
 
-    def begin(self, members: Members) -> None:
-        """A try of an op begins; its sums are counted from 0."""
-        self._members = members
+    def begin(self, members: Members, phase: Phase = Phase.AWAITING_STATISTICS) -> None:
+        """A try of an op begins; its sums are counted from 0. `phase`: what somebody does who waits for others."""
+        self._members, self._phase = members, phase
         self._number = 0
 
     def sum(self, values: torch.Tensor, among: Sequence[int]) -> torch.Tensor:
@@ -49,7 +50,7 @@ class SharedSums:
         post = members.tag << COLLECTIVE_BITS | number
         self._last[parity] = (post, among)
         self._board.set(self._replica, Word.POSTED, post)
-        self._board.await_posts(members, among, number, self._timeout_s)
+        self._board.await_posts(members, among, number, self._timeout_s, self._phase)
         total = self._arena.scratch(parity, among[0], values).clone()
         for other in among[1:]:
             total += self._arena.scratch(parity, other, values)

@@ -19,6 +19,7 @@ from torch import nn
 
 from paceline.data.feed import Feed, Request
 from paceline.data.ledger import Ledger
+from paceline.data.script_call import ScriptCall
 from paceline.evaluations import EvaluationKey
 from paceline.loop.run_state import RunState, StateByName
 from paceline.loop.script_position import ScriptPosition
@@ -179,6 +180,9 @@ class Engine(Protocol):
     def ledger(self, position: ScriptPosition) -> Ledger | None:
         """Returns the ledger with all that was counted."""
 
+    def agree(self, call: ScriptCall) -> None:
+        """Has every process of the run that calls `batches` raise if another one has called it with something else."""
+
     def samples(self, chapter: Chapter) -> Samples:
         """Opens the source of a chapter's samples."""
 
@@ -197,8 +201,9 @@ class Engine(Protocol):
     def rest(self) -> None:
         """Returns when nothing is computed in the background."""
 
-    def total(self, key: EvaluationKey, length: int, over: Callable[[range], torch.Tensor]) -> torch.Tensor:
-        """Returns the sum over `length` samples of what `over` returns for some of them, whoever computes which."""
+    def total(self, key: EvaluationKey, call: ScriptCall, over: Callable[[range], torch.Tensor]) -> torch.Tensor:
+        """Returns the sum over all samples of what `over` returns for some of them, whoever computes which. Raises if
+        another process has made another `call`."""
 
     def once(self, number: int, act: Callable[[], None]) -> None:
         """Has one process act; everybody returns when that is done. `number`: of this act in the script."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.data.script_call import ScriptCall
 from paceline.evaluations import EvaluationKey, EvaluationResult
 
 Metric = Callable[[nn.Module, Any], Any]
@@ -17,9 +18,10 @@ class Evaluation:
     """Sums a metric over samples: a number, or a dict of numbers."""
 
     def __init__(
-        self, metric: Metric, model: nn.Module, load: Callable[[range], Any], length: int, at_once: int
+        self, metric: Metric, model: nn.Module, load: Callable[[range], Any], script_call: ScriptCall, at_once: int
     ) -> None:
-        self.length = length
+        assert script_call.length is not None
+        self.script_call, self.length = script_call, script_call.length
         self._metric, self._model, self._load, self._at_once = metric, model, load, at_once
         self._names: list[Any] = []
 

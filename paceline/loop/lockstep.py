@@ -17,6 +17,7 @@ from torch import nn
 
 from paceline.data.feed import Request
 from paceline.data.ledger import Lease, Ledger
+from paceline.data.script_call import ScriptCall
 from paceline.errors import PacelineError
 from paceline.evaluations import EvaluationKey
 from paceline.loop.engine import Chapter, Closed, ReplicaWork, ServersControl
@@ -112,6 +113,9 @@ class LockstepEngine:
     def ledger(self, position: ScriptPosition) -> Ledger | None:
         return position.ledger
 
+    def agree(self, call: ScriptCall) -> None:
+        """Nobody else calls."""
+
     def samples(self, chapter: Chapter) -> LedgerSamples:
         return LedgerSamples(chapter, self.share)
 
@@ -127,10 +131,12 @@ class LockstepEngine:
     def rest(self) -> None:
         """It works only while it is called."""
 
-    def total(self, key: EvaluationKey, length: int, over: Callable[[range], torch.Tensor]) -> torch.Tensor:
-        return self.sum(lambda share: over(Lease(0, 0, 0, length).parts(share.count)[share.index][0]))
+    def total(self, key: EvaluationKey, call: ScriptCall, over: Callable[[range], torch.Tensor]) -> torch.Tensor:
+        assert call.length is not None
+        whole = Lease(0, 0, 0, call.length)
+        return self.sum(call, lambda share: over(whole.parts(share.count)[share.index][0]))
 
-    def sum(self, compute: Callable[[BatchShare], torch.Tensor]) -> torch.Tensor:
+    def sum(self, call: ScriptCall, compute: Callable[[BatchShare], torch.Tensor]) -> torch.Tensor:
         """Returns the sum over all members of what `compute` returns (a small float64 vector)."""
         return compute(BatchShare(0, 1))
 

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.checkpoint import Checkpoint
 from paceline.data.ledger import Count, Ledger, LedgerState
+from paceline.data.script_call import ScriptCall
 from paceline.errors import CheckpointError
 from paceline.evaluations import EvaluationResult
 from paceline.torch_private import mark_stepped
@@ -41,6 +42,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     replicas: int = 1
     accumulate: int = 1
     open_samples: Count = 0  # of a step that was being made when this was taken, for a replica that joins
+    call: ScriptCall | None = None  # of `batches`, in which that was
 
     def with_open_step(self) -> RunState:
         """Returns the state after the step that was open when it was taken."""

@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -27,7 +27,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline import checkpoint
 from paceline.data.feed import Ahead, Feed
 from paceline.data.ledger import Ledger
+from paceline.data.script_call import ScriptCall
 from paceline.errors import PacelineError
+from paceline.exchange.board import called
 from paceline.loop import run_state
 from paceline.loop.batch import DrawnBatch, ReplicaBatch
 from paceline.loop.engine import Chapter, Engine, Samples
@@ -58,6 +60,7 @@ class TrainingLoop:
 
     def __init__(self, training: Training, engine: Engine) -> None:
         self.engine = engine
+        self._training = training
         self._model, self._optimizer = training.model, training.optimizer
         self._passes, self._place = training.passes, training.place
         self._schedule = Schedule(training.optimizer, training.scheduler)
@@ -65,6 +68,8 @@ class TrainingLoop:
         self._position = ScriptPosition()
         self._samples: Samples | None = None  # of the chapter in hand
         self._drawn: DrawnBatch | None = None
+        self._call: ScriptCall | None = None  # the last of `batches`
+        self._call_of_others: ScriptCall | None = None  # the same, when this process joined them
         self._saves = 0  # that the script has asked for
         self._resumed: tuple[RunState, dict[str, torch.Tensor]] | None = None  # until the script has caught up with it
         engine.state_for_joining = self._state_for_joining
@@ -81,6 +86,7 @@ class TrainingLoop:
 
     def batches(self, feed: Feed, asked: Ledger, epochs: int, prefetch: int) -> Iterator[Any]:
         self._join_if_restarted()
+        self._agree(feed, asked, epochs)
         turned = self._position.turn_to(asked, epochs)
         if turned is None:
             return
@@ -107,6 +113,33 @@ class TrainingLoop:
         self._schedule.catch_up(self.steps)
         if samples.stopped:
             self._stop()
+
+    def _agree(self, feed: Feed, asked: Ledger, epochs: int) -> None:
+        """Compares what this call of `batches` asks for with what it does in the other replicas."""
+        clip_norm, scheduler = self._training.clip_norm, self._training.scheduler
+        call = self._call = msgspec.structs.replace(
+            self.describe_call("batches", feed),
+            number=self._call.number + 1 if self._call is not None else 1,
+            seed=asked.seed if isinstance(asked.seed, int) and abs(asked.seed) < 1 << 63 else repr(asked.seed),
+            batch_size=asked.batch_size,
+            epochs=epochs,
+            shuffle=asked.shuffle,
+            drop_last=asked.drop_last,
+            accumulate=self._passes.accumulate,
+            clip_norm=None if clip_norm is None else float(clip_norm),
+            scheduler=None if scheduler is None else type(scheduler).__name__,
+        )
+        others = self._call_of_others
+        if others is None or call.number > others.number:
+            self.engine.agree(call)
+        elif call.number == others.number and (difference := call.difference(others)) is not None:
+            raise difference
+
+    def describe_call(self, name: Literal["batches", "evaluate"], feed: Feed) -> ScriptCall:
+        """Returns what can be said of any such call."""
+        place = self._place
+        who = called(place.rank, place.strategy.devices)
+        return ScriptCall(who=who, name=name, length=feed.length, dataset=feed.description)
 
     def _draw(self, chapter: Chapter, samples: Samples, ahead: Ahead) -> DrawnBatch | None:
         works = samples.next()
@@ -155,7 +188,10 @@ class TrainingLoop:
         result = self._position.recorded(key)
         if result is None or result.names is None:
             self._prepare(evaluation.call)
-            sums = torch.tensor(result.sums) if result else self.engine.total(key, evaluation.length, evaluation.over)
+            if result is not None:
+                sums = torch.tensor(result.sums)
+            else:
+                sums = self.engine.total(key, evaluation.script_call, evaluation.over)
             result = evaluation.result(key, sums)
             self._position.results.append(result)
         return evaluation.value(result)
@@ -219,7 +255,7 @@ class TrainingLoop:
     def _state_for_joining(self) -> RunState:
         """The same in the middle of a step, before it is counted."""
         assert self._drawn is not None
-        return msgspec.structs.replace(self._state(), open_samples=self._drawn.batches[0].work.whole)
+        return msgspec.structs.replace(self._state(), open_samples=self._drawn.batches[0].work.whole, call=self._call)
 
     def _join_if_restarted(self) -> None:
         """A process that was started again takes its place among the living."""
@@ -228,6 +264,7 @@ class TrainingLoop:
             # It was taken while the step was open that has now been closed: account for that one too.
             self._take(state)
             self._position.resume(state.with_open_step())
+            self._call_of_others = state.call
             self._schedule.catch_up(state.step + 1)
 
     def close(self) -> None:

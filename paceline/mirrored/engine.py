@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from paceline.data.script_call import ScriptCall
 from paceline.errors import ModelError
 from paceline.exchange.board import HostWord, Kind, Members, Phase, Word
 from paceline.exchange.sums import SharedSums
@@ -32,6 +33,7 @@ from paceline.exchange.together import Together
 from paceline.loop.engine import Batch, Closed, Computed, ReplicaWork
 from paceline.loop.lockstep import BatchShare, LockstepEngine
 from paceline.loop.run_state import RunState, StateByName
+from paceline.mirrored.agreement import agree
 from paceline.mirrored.between_hosts import OneHost
 from paceline.mirrored.joining import Joining
 from paceline.mirrored.model_part import CutModel, WholeModel
@@ -226,10 +228,26 @@ class MirroredEngine(LockstepEngine):
         loss, samples, count, stop, _ = numbers
         return Closed(loss, int(samples), int(count) // self._part.devices, bool(stop)), touched.tolist()
 
-    def sum(self, compute: Callable[[BatchShare], torch.Tensor]) -> torch.Tensor:
+    # ── other calls of the script ────────────────────────────────────────────────────────────────────────
+
+    def agree(self, call: ScriptCall) -> None:
+        def one_try(members: Members) -> None:
+            self._board.work_on(members, Kind.BATCHES, Phase.BETWEEN)
+            self._sums.begin(members, Phase.AWAITING_OTHERS)
+            self._compare(call, members)
+
+        self._together.attempt(one_try)
+
+    def _compare(self, call: ScriptCall, members: Members) -> None:
+        rows = self._board.replicas
+        number, count = self._hosts.number * rows + self._row, self._hosts.count * rows
+        agree(call, lambda values: self._hosts.sum(self._sums.sum(values, members.ranks)), number, count)
+
+    def sum(self, call: ScriptCall, compute: Callable[[BatchShare], torch.Tensor]) -> torch.Tensor:
         def one_try(members: Members) -> torch.Tensor:
             self._board.work_on(members, Kind.EVALUATE, Phase.EVALUATING)
-            self._sums.begin(members)
+            self._sums.begin(members, Phase.AWAITING_EVALUATION)
+            self._compare(call, members)
             found = compute(self._part.share(members))
             if not self._part.speaks:
                 found.zero_()

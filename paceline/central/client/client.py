@@ -32,6 +32,7 @@ from paceline.central.messages.settings import Settings
 from paceline.central.messages.tensor_bytes import bytes_of
 from paceline.central.shards import Shards, TableSpec, describe, plain_options
 from paceline.central.tables.embedding import Lookup, find_tables
+from paceline.data.script_call import ScriptCall
 from paceline.errors import ArenaError, CheckpointError, ModelError
 from paceline.machine import machine_identity
 from paceline.memory.arena import Arena
@@ -282,7 +283,15 @@ class Client:
         return self._views[0].connection
 
     def ask(
-        self, *, chapter: int, length: int, batch_size: int, left_out: int, stop_epoch: int, at_once: bool = False
+        self,
+        *,
+        chapter: int,
+        length: int,
+        batch_size: int,
+        left_out: int,
+        stop_epoch: int,
+        call: ScriptCall | None,
+        at_once: bool = False,
     ) -> replies.Ticket | replies.Ended | replies.Waiting:
         """Work in a chapter; waits for it, unless it has to be `at_once`. What comes after it is asked for with the
         report on it."""
@@ -293,6 +302,7 @@ class Client:
             batch_size=batch_size,
             left_out=left_out,
             stop_epoch=stop_epoch,
+            call=call,
             at_once=at_once,
         )
         coming, self._next = self._next, None
@@ -344,10 +354,12 @@ class Client:
             request = requests.GiveBack(**self._mine, ticket=ticket.ticket)
             self._to_chief.call(request, replies.Done, timeout_s=timeout_s)
 
-    def task(self, key: TaskKey, length: int, work: Callable[[range], list[float]]) -> list[float]:
+    def task(
+        self, key: TaskKey, length: int, work: Callable[[range], list[float]], call: ScriptCall | None = None
+    ) -> list[float]:
         """Do parts of a task until it is done, by whomever; return its result."""
         self.give_back()
-        ask = requests.Task(**self._mine, key=key, length=length)
+        ask = requests.Task(**self._mine, key=key, length=length, call=call)
         while isinstance(answer := self._to_chief.wait(ask, (replies.TaskPart, replies.Result)), replies.TaskPart):
             values = work(range(answer.start, answer.stop))
             done = requests.TaskDone(**self._mine, key=key, part=answer.part, values=values)

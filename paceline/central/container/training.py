@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeVar
 
+from paceline.central.chief.tasks import EvaluationTask
 from paceline.central.chief.tickets import End, Outcome, Wait, Work
 from paceline.central.container.bounds import check_ask, check_count, check_options
 from paceline.central.container.chief_state import ChiefState
@@ -26,7 +27,8 @@ from paceline.central.messages.replies import Ended, Result, Settled, TaskPart, 
 from paceline.central.messages.requests import Ask, GiveBack, Report, Task, TaskDone
 from paceline.central.messages.settings import Settings
 from paceline.central.shards import Spec
-from paceline.errors import ModelError, PacelineError
+from paceline.data.script_call import ScriptCall
+from paceline.errors import DataError, ModelError, PacelineError
 from paceline.rules import Rule
 
 ANSWER_WITHIN_S = 2.0  # a wait is answered with `Waiting` at least this often
@@ -45,6 +47,8 @@ class ContainerTraining:
         self.closer = StepCloser(self.state, others)
         self._changed = self.state.changed  # guards all below
         self._checks: list[int] = []  # checksums of the parameters that the first replica has brought
+        self._calls: dict[int | EvaluationTask, ScriptCall] = {}  # as whoever was first has made them
+        self._difference: DataError | None = None  # between replicas: nothing is right from there on
 
     # ── runs and their replicas ──────────────────────────────────────────────────────────────────────────
 
@@ -64,7 +68,7 @@ class ContainerTraining:
             self.state.begin_run()
             self.presence.begin_run()
             self.closer.begin_run(others)
-            self._checks = []
+            self._checks, self._calls, self._difference = [], {}, None
 
     def go_on(self) -> None:
         """Take up the work of the process before."""
@@ -85,6 +89,14 @@ class ContainerTraining:
                         f"this parameter of replica {replica} differs from that of another at the start; set the same "
                         "seed in every process before the model is made",
                     )
+
+    def _compare_calls(self, key: int | EvaluationTask, call: ScriptCall) -> None:
+        """Let nobody go on if a replica has called `batches` or `evaluate` with something else than another one."""
+        first = self._calls.setdefault(key, call)
+        self._difference = self._difference or call.difference(first)
+        if self._difference is not None:
+            self._changed.notify_all()
+            raise self._difference
 
     def lost(self, replica: int, incarnation: int, *, at_once: bool) -> None:
         """A connection of that replica has ended."""
@@ -124,6 +136,8 @@ class ContainerTraining:
     def _check(self, replica: int, incarnation: int) -> None:
         self.presence.check(replica, incarnation)
         self.closer.check()
+        if self._difference is not None:
+            raise self._difference
 
     def _speaks(self, replica: int) -> bool:
         """Return whether that replica speaks for the others."""
@@ -161,6 +175,8 @@ class ContainerTraining:
 
     def _work_for(self, request: Ask) -> Work | Wait | End:
         check_ask(request)
+        if request.call is not None:
+            self._compare_calls(request.call.number, request.call)
         chief = self.state.chief
         chief.begin(request.chapter, request.length, request.batch_size, request.left_out)
         self.state.chapters[request.chapter] = (request.length, request.batch_size, request.left_out)
@@ -238,6 +254,8 @@ class ContainerTraining:
             if self.state.trained and request.key.over_after_a_step:
                 # It was started again, and runs the script from the top: all that lies behind.
                 return Result(values=[], chief=self._speaks(request.replica))
+            if request.call is not None and isinstance(request.key, EvaluationTask):
+                self._compare_calls(request.key, request.call)
             answer = self.state.chief.ask_task(request.replica, request.key, request.length)
             if isinstance(answer, tuple):
                 part, runs = answer

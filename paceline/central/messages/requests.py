@@ -21,6 +21,7 @@ from paceline.central.messages.records import AnyRecord
 from paceline.central.messages.settings import Settings
 from paceline.central.messages.tensor_bytes import Entry
 from paceline.central.shards import Option, Spec
+from paceline.data.script_call import ScriptCall
 from paceline.rules import Rule
 
 
@@ -119,6 +120,7 @@ class Ask(_Request, frozen=True, kw_only=True):
     left_out: int
     stop_epoch: int
     at_once: bool = False  # answer now, also if there is nothing to do yet
+    call: ScriptCall | None = None  # in which it asks: the same in all replicas
 
 
 class Report(_Request, frozen=True, kw_only=True):
@@ -151,6 +153,7 @@ class Task(_Request, frozen=True, kw_only=True):
     incarnation: int
     key: TaskKey
     length: int
+    call: ScriptCall | None = None  # of an evaluation: the same in all replicas
 
 
 class TaskDone(_Request, frozen=True, kw_only=True):

@@ -21,6 +21,7 @@ from paceline.central.messages.requests import Describe, ReadBooks
 from paceline.central.replica.books_and_state import with_counted
 from paceline.central.replica.devices import (
     ActDone,
+    CallMade,
     ComputeTicket,
     Devices,
     EvaluatePart,
@@ -31,6 +32,7 @@ from paceline.central.replica.devices import (
 from paceline.central.replica.engine import CentralizedEngine, servers_of
 from paceline.central.replica.ticket_samples import TicketSamples
 from paceline.data.ledger import Ledger
+from paceline.data.script_call import ScriptCall
 from paceline.evaluations import EvaluationKey
 from paceline.exchange.board import Board, Phase, Word
 from paceline.loop.engine import Batch, Chapter, Closed, Computed, ServersControl
@@ -60,6 +62,10 @@ class LeadingEngine(CentralizedEngine):
     def prepare(self, call: Callable[[nn.Module], Any]) -> None:
         self._devices.prepare(call)
 
+    def agree(self, call: ScriptCall) -> None:
+        super().agree(call)
+        self._devices.tell(CallMade(call))
+
     def ask(self, chapter: Chapter) -> Sequence[Ticket] | Ended:
         answer = super().ask(chapter)
         self._devices.tell(TicketTaken(answer if isinstance(answer, Ended) else answer[0], self.client.step))
@@ -80,13 +86,15 @@ class LeadingEngine(CentralizedEngine):
         self._devices.gather(self._whole)
         return computed
 
-    def total(self, key: EvaluationKey, length: int, over: Callable[[range], torch.Tensor]) -> torch.Tensor:
+    def total(self, key: EvaluationKey, call: ScriptCall, over: Callable[[range], torch.Tensor]) -> torch.Tensor:
+        self._devices.tell(CallMade(call))
+
         def together(part: range) -> torch.Tensor:
             self._devices.tell(EvaluatePart(part.start, part.stop))
             self._devices.spread(self._whole)
             return self._devices.measured(over(part))
 
-        total = super().total(key, length, together)
+        total = super().total(key, call, together)
         self._devices.tell(EvaluationTotal(total.tolist()))
         return total
 
@@ -159,6 +167,11 @@ class FollowingEngine:
 
     # ── work ─────────────────────────────────────────────────────────────────────────────────────────────
 
+    def agree(self, call: ScriptCall) -> None:
+        leaders: ScriptCall = self._devices.hear(CallMade).call
+        if (difference := call.difference(leaders)) is not None:
+            raise difference
+
     def samples(self, chapter: Chapter) -> TicketSamples:
         return TicketSamples(chapter, self._ask, lambda: None)
 
@@ -199,7 +212,8 @@ class FollowingEngine:
         board.enter(row, Phase.BETWEEN)
         return Closed(order.loss, order.samples, order.replicas)
 
-    def total(self, key: EvaluationKey, length: int, over: Callable[[range], torch.Tensor]) -> torch.Tensor:
+    def total(self, key: EvaluationKey, call: ScriptCall, over: Callable[[range], torch.Tensor]) -> torch.Tensor:
+        self.agree(call)
         while isinstance(order := self._devices.hear(EvaluatePart, EvaluationTotal), EvaluatePart):
             self._board.enter(self._row, Phase.EVALUATING)
             self._devices.spread()

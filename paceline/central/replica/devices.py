@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.central.messages.replies import Ended, Ticket
+from paceline.data.script_call import ScriptCall
 from paceline.errors import ModelError, PacelineError
 from paceline.exchange.board import Board
 from paceline.exchange.mailboxes import Peers
@@ -42,6 +43,12 @@ from paceline.torch_private import AnyBatchNorm
 
 class Order(msgspec.Struct, frozen=True, tag=True):
     """What the leader tells the others."""
+
+
+class CallMade(Order, frozen=True):
+    """The leader's script has called `batches` or `evaluate`."""
+
+    call: ScriptCall
 
 
 class TicketTaken(Order, frozen=True):
@@ -86,7 +93,9 @@ class ActDone(Order, frozen=True):
     steps: int
 
 
-_ORDERS = msgspec.msgpack.Decoder(TicketTaken | ComputeTicket | StepClosed | EvaluatePart | EvaluationTotal | ActDone)
+_ORDERS = msgspec.msgpack.Decoder(
+    CallMade | TicketTaken | ComputeTicket | StepClosed | EvaluatePart | EvaluationTotal | ActDone
+)
 
 
 class Devices:
@@ -238,6 +247,7 @@ class _PeersOfReplica(Peers):
 
 def _words(kind: type[Order]) -> str:
     return {
+        CallMade: "a call of trainer.batches or trainer.evaluate",
         TicketTaken: "the next batch",
         ComputeTicket: "a step",
         StepClosed: "the end of a step",

@@ -27,6 +27,7 @@ from paceline.central.replica.books_and_state import books_of, with_books, with_
 from paceline.central.replica.ticket_samples import TicketSamples
 from paceline.central.replica.working import ClientWorker, Worked, work_on
 from paceline.data.ledger import Ledger
+from paceline.data.script_call import ScriptCall
 from paceline.errors import DataError, PacelineError, Stalled
 from paceline.evaluations import EvaluationKey
 from paceline.exchange.board import Board, HostWord, Phase, Word
@@ -105,6 +106,7 @@ class CentralizedEngine:
         if self._board is not None and not self._board.alive(self._row):
             self._board.set(self._row, Word.ADMITTED, incarnation)  # one that was started again takes part at once
         self._rule: Rule = strategy.rule
+        self._call: ScriptCall | None = None  # of `batches`, with which this replica asks for work
         self._resumes = 0
         self._sync = True
         self.enter(Phase.BETWEEN)
@@ -164,6 +166,9 @@ class CentralizedEngine:
 
     # ── work ─────────────────────────────────────────────────────────────────────────────────────────────
 
+    def agree(self, call: ScriptCall) -> None:
+        self._call = call  # the chief compares
+
     def samples(self, chapter: Chapter) -> TicketSamples:
         if chapter.feed.length is None:
             raise DataError("dataset", "a stream", "with servers give one that has a length")
@@ -198,6 +203,7 @@ class CentralizedEngine:
             batch_size=ledger.batch_size,
             left_out=ledger.length % ledger.batch_size if ledger.drop_last else 0,
             stop_epoch=chapter.stop_epoch,
+            call=self._call,
             at_once=at_once,
         )
 
@@ -260,10 +266,11 @@ class CentralizedEngine:
 
     # ── tasks ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def total(self, key: EvaluationKey, length: int, over: Callable[[range], torch.Tensor]) -> torch.Tensor:
+    def total(self, key: EvaluationKey, call: ScriptCall, over: Callable[[range], torch.Tensor]) -> torch.Tensor:
+        assert call.length is not None
         self.refresh()
         self.enter(Phase.EVALUATING)
-        values = self.client.task(EvaluationTask(key), length, lambda part: over(part).tolist())
+        values = self.client.task(EvaluationTask(key), call.length, lambda part: over(part).tolist(), call)
         self.enter(Phase.BETWEEN)
         return torch.tensor(values, dtype=torch.float64)
 

@@ -1,0 +1,105 @@
+"""A call of `trainer.batches` or `trainer.evaluate` as one replica makes it, so that it can be compared with another's.
+
+Every replica works out its samples alone, and the proof that each was counted once holds only if all have worked them
+out alike. So whatever decides which samples are drawn and what becomes of them is compared before the first of them is:
+between mirrored replicas by their engine, with servers by the chief, between the devices of a replica by the first one.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any, Literal
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+from paceline.errors import DataError
+
+_LOOKED_AT = 64  # samples of a dataset
+_LOOKED_AT_BYTES = 4096  # of each
+_LONGEST = 300  # characters of a description
+
+
+class ScriptCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one replica has asked for."""
+
+    who: str  # "replica 1"
+    name: Literal["batches", "evaluate"]
+    length: int | None  # None: a stream
+    dataset: str
+    number: int = 0  # of the script's calls of `batches`, from 1 on
+    seed: int | str | None = None
+    batch_size: int | None = None
+    epochs: int | None = None
+    shuffle: bool | None = None
+    drop_last: bool | None = None
+    accumulate: int | None = None
+    clip_norm: float | None = None
+    scheduler: str | None = None
+
+    def difference(self, other: ScriptCall) -> DataError | None:
+        """Returns what is wrong with this call, if another replica has made another one.
+
+        >>> mine = ScriptCall(who="replica 1", name="batches", length=8, dataset="", number=1, seed=1)
+        >>> str(mine.difference(msgspec.structs.replace(mine, who="replica 0", seed=0)))
+        "seed is 1: that is replica 1's in call 1 of trainer.batches, and replica 0's is 0; give all the same"
+        """
+        for field in self.__struct_fields__:
+            mine, theirs = getattr(self, field), getattr(other, field)
+            if mine != theirs and field != "who":
+                return DataError(
+                    "dataset length" if field == "length" else field,
+                    mine,
+                    f"that is {self.who}'s in {self._words}, and {other.who}'s is {theirs!r}; give all the same",
+                )
+        return None
+
+    @property
+    def _words(self) -> str:
+        return f"call {self.number} of trainer.batches" if self.name == "batches" else "trainer.evaluate"
+
+
+def describe(dataset: Any) -> str:
+    """Returns what can be told of a dataset without loading samples, which may be others each time: what it is, and a
+    checksum of some of its tensors' rows, or of its indices.
+
+    >>> describe((torch.zeros(6, 2), torch.arange(6)))
+    'float32[2], int64[] (checksum e9ba1137)'
+    """
+    text = _described(dataset)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({zlib.crc32(text.encode()):08x})"
+
+
+def _described(dataset: Any) -> str:
+    if isinstance(dataset, Tensor):
+        dataset = (dataset,)
+    elif isinstance(dataset, TensorDataset):
+        dataset = dataset.tensors
+    if isinstance(dataset, (tuple, list)) and dataset and all(isinstance(item, Tensor) for item in dataset):
+        rows = ", ".join(f"{str(item.dtype).removeprefix('torch.')}{list(item.shape[1:])}" for item in dataset)
+        return f"{rows} (checksum {_checksum(dataset):08x})"
+    kind = type(dataset).__qualname__
+    if isinstance(dataset, Subset):
+        looked_at = [dataset.indices[at] for at in _some(len(dataset.indices)).tolist()]
+        return f"{kind} {zlib.crc32(repr(list(map(int, looked_at))).encode()):08x} of {_described(dataset.dataset)}"
+    if isinstance(dataset, ConcatDataset):
+        return f"{kind} of {', '.join(map(_described, dataset.datasets))}"
+    return kind
+
+
+def _checksum(tensors: list[Tensor] | tuple[Tensor, ...]) -> int:
+    """Of a few rows of each."""
+    found = 0
+    for tensor in tensors:
+        if tensor.dim() and tensor.layout == torch.strided:
+            rows = tensor.detach()[_some(len(tensor)).to(tensor.device)].flatten(1 if tensor.dim() > 1 else 0)
+            most = max(1, _LOOKED_AT_BYTES // tensor.element_size())
+            found = zlib.crc32(rows[..., :most].cpu().contiguous().view(torch.uint8).numpy().data, found)
+    return found
+
+
+def _some(length: int) -> Tensor:
+    """Returns a few numbers below `length`, spread evenly, the first and the last among them."""
+    return torch.linspace(0, max(0, length - 1), min(length, _LOOKED_AT), dtype=torch.float64).round().long()
