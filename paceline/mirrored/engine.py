@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from paceline.data.agreement import agree
 from paceline.data.script_call import ScriptCall
 from paceline.errors import ModelError
 from paceline.exchange.board import HostWord, Kind, Members, Phase, Word
@@ -33,7 +34,6 @@ from paceline.exchange.together import Together
 from paceline.loop.engine import Batch, Closed, Computed, ReplicaWork
 from paceline.loop.lockstep import BatchShare, LockstepEngine
 from paceline.loop.run_state import RunState, StateByName
-from paceline.mirrored.agreement import agree
 from paceline.mirrored.between_hosts import OneHost
 from paceline.mirrored.joining import Joining
 from paceline.mirrored.model_part import CutModel, WholeModel

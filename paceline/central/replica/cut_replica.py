@@ -21,7 +21,6 @@ from paceline.central.messages.requests import Describe, ReadBooks
 from paceline.central.replica.books_and_state import with_counted
 from paceline.central.replica.devices import (
     ActDone,
-    CallMade,
     ComputeTicket,
     Devices,
     EvaluatePart,
@@ -64,7 +63,7 @@ class LeadingEngine(CentralizedEngine):
 
     def agree(self, call: ScriptCall) -> None:
         super().agree(call)
-        self._devices.tell(CallMade(call))
+        self._devices.agree(call)
 
     def ask(self, chapter: Chapter) -> Sequence[Ticket] | Ended:
         answer = super().ask(chapter)
@@ -87,7 +86,7 @@ class LeadingEngine(CentralizedEngine):
         return computed
 
     def total(self, key: EvaluationKey, call: ScriptCall, over: Callable[[range], torch.Tensor]) -> torch.Tensor:
-        self._devices.tell(CallMade(call))
+        self._devices.agree(call)
 
         def together(part: range) -> torch.Tensor:
             self._devices.tell(EvaluatePart(part.start, part.stop))
@@ -168,9 +167,7 @@ class FollowingEngine:
     # ── work ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def agree(self, call: ScriptCall) -> None:
-        leaders: ScriptCall = self._devices.hear(CallMade).call
-        if (difference := call.difference(leaders)) is not None:
-            raise difference
+        self._devices.agree(call)
 
     def samples(self, chapter: Chapter) -> TicketSamples:
         return TicketSamples(chapter, self._ask, lambda: None)

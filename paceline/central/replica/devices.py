@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.central.messages.replies import Ended, Ticket
+from paceline.data.agreement import agree
 from paceline.data.script_call import ScriptCall
 from paceline.errors import ModelError, PacelineError
 from paceline.exchange.board import Board
@@ -47,8 +48,6 @@ class Order(msgspec.Struct, frozen=True, tag=True):
 
 class CallMade(Order, frozen=True):
     """The leader's script has called `batches` or `evaluate`."""
-
-    call: ScriptCall
 
 
 class TicketTaken(Order, frozen=True):
@@ -156,6 +155,14 @@ class Devices:
                     f"device of its replica goes on with {_words(type(order))}: in a script whose model is cut all "
                     "devices must train and evaluate alike"
                 )
+
+    def agree(self, call: ScriptCall) -> None:
+        """Have all devices raise if one has called `batches` or `evaluate` with something else."""
+        if self.leads:
+            self.tell(CallMade())
+        else:
+            self.hear(CallMade)
+        agree(call, self._everyone.all_reduce, self._peers.rank, self._peers.count)
 
     def _meet(self) -> None:
         self._everyone.all_reduce(torch.zeros(1))

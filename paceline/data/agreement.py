@@ -1,7 +1,7 @@
-"""All replicas make the same call of `batches` or `evaluate`, or all raise the sentence that says what differs.
+"""Processes that can sum make the same call of `batches` or `evaluate`, or all raise what says how they differ.
 
-Numbers alone are summed, over the replicas of a host and then over hosts. A hash of the call has no variance exactly if
-all have the same one; only where it has are the calls themselves exchanged, one replica after another.
+A hash of the call has no variance exactly if all have the same one; only where it has are the calls themselves
+exchanged, one process after another.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 
 from paceline.data.script_call import ScriptCall
 
-Total = Callable[[torch.Tensor], torch.Tensor]  # over all replicas
+Total = Callable[[torch.Tensor], torch.Tensor]  # over all processes
 _LONGEST_CALL = 2048  # bytes
 
 
 def agree(call: ScriptCall, total: Total, number: int, count: int) -> None:
-    """Returns if all replicas have the same call; this is the `number`-th of at most `count`."""
+    """Returns if all have the same call; this process is the `number`-th of at most `count`."""
     values = [1, *_with_squares(call)]
     members, *sums = total(torch.tensor(values, dtype=torch.int64)).tolist()
     if all(members * squares == value * value for value, squares in zip(sums[::2], sums[1::2], strict=True)):

@@ -1,0 +1,82 @@
+"""The ledger's proof holds only if all replicas draw alike: what decides that is compared before a step is made."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+from conftest import TESTS, Run, Start
+
+SCRIPT = TESTS / "same_calls.py"
+ROWS, INDICES = r"'float32\[4\] \(checksum \w{8}\)'", r"'Subset \w{8} of Rows'"
+# By case: what differs, as process 0 has it and as process 1 has it; in which call.
+DIFFERENCES = {
+    "seed": ("seed", "0", "1", "call 1 of trainer.batches"),
+    "length": ("dataset length", "38", "39", "call 1 of trainer.batches"),
+    "batch_size": ("batch_size", "4", "8", "call 1 of trainer.batches"),
+    "epochs": ("epochs", "1", "2", "call 1 of trainer.batches"),
+    "shuffle": ("shuffle", "False", "True", "call 1 of trainer.batches"),
+    "drop_last": ("drop_last", "False", "True", "call 1 of trainer.batches"),
+    "values": ("dataset", ROWS, ROWS, "call 1 of trainer.batches"),
+    "indices": ("dataset", INDICES, INDICES, "call 1 of trainer.batches"),
+    "class": ("dataset", "'Rows'", "'SameRows'", "call 1 of trainer.batches"),
+    "accumulate": ("accumulate", "1", "2", "call 1 of trainer.batches"),
+    "clip_norm": ("clip_norm", "1.0", "0.5", "call 1 of trainer.batches"),
+    "order": ("dataset length", "40", "8", "call 1 of trainer.batches"),
+    "more": ("dataset length", "40", "8", "call 2 of trainer.batches"),
+    "evaluation length": ("dataset length", "40", "39", "trainer.evaluate"),
+    "evaluation values": ("dataset", ROWS, ROWS, "trainer.evaluate"),
+}
+WAYS = {
+    "mirrored": ("--replicas 2", "replica 0", "replica 1"),
+    "over links": ("--replicas 2 --exchange collective", "replica 0", "replica 1"),
+    "cut": ("--stages 2 --batchnorm local", "device 0 of replica 0", "device 1 of replica 0"),
+    "servers": ("--replicas 2 --servers 1", "replica 0", "replica 1"),
+    "async": ("--replicas 2 --servers 1 --async", "replica 0", "replica 1"),
+    "cut, on servers": ("--stages 2 --servers 1", "device 0 of replica 0", "device 1 of replica 0"),
+}
+Ended = Callable[[str], Run]
+
+
+@pytest.fixture(scope="module")
+def ended(start: Start) -> Ended:
+    """The run of each way, once."""
+    runs: dict[str, Run] = {}
+
+    def ended(way: str) -> Run:
+        if way not in runs:
+            runs[way] = start(SCRIPT, f"{WAYS[way][0]} --timeout 30").end()
+        return runs[way]
+
+    return ended
+
+
+def sentence_of(case: tuple[str, str, str, str], zero: str, one: str) -> str:
+    """A pattern of what is said, whoever was first."""
+    field, zeros, ones, where = case
+    sentence = "{} is {}: that is {}'s in {}, and {}'s is {}; give all the same"
+    either = (
+        sentence.format(field, zeros, zero, where, one, ones),
+        sentence.format(field, ones, one, where, zero, zeros),
+    )
+    return "|".join(either)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_replica_that_draws_otherwise_is_told_so_before_a_step_is_made(way: str, ended: Ended) -> None:
+    run, (_, zero, one) = ended(way), WAYS[way]
+    told = {replica: {name: run.told(name, replica) for name in DIFFERENCES} for replica in (0, 1)}
+    for replica in (0, 1):
+        for name, case in DIFFERENCES.items():
+            assert re.fullmatch(sentence_of(case, zero, one), told[replica][name]), (name, told[replica][name])
+        # An async run waits for nobody: a replica may have made steps before another comes and calls otherwise.
+        assert way == "async" or not run.all_told("stepped", replica)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_such_a_run_ends_with_that_sentence(way: str, ended: Ended) -> None:
+    run, (_, zero, one) = ended(way), WAYS[way]
+    assert run.code == 1
+    assert re.fullmatch(sentence_of(("seed", "7", "8", "call 1 of trainer.batches"), zero, one), run.sentence)
+    run.assert_nothing_left()
