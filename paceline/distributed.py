@@ -39,7 +39,7 @@ from paceline.mirrored.reducer import MeanReducer
 from paceline.mirrored.shared_model import SharedModel
 from paceline.optim.models import buffers_of, grouped_parameters
 from paceline.run_place import Place, find_place
-from paceline.torch_private import after_backward
+from paceline.torch_private import after_backward, buffer_tables
 
 COMPARE_EVERY = 16  # exchanges; looking takes longer than a small exchange
 DIFFERENCE = 1e-3  # of what is looked at: replicas may round differently, but not that much
@@ -249,7 +249,7 @@ class _GradientMean:
         if [(b.shape, b.dtype) for b in buffers] != [(b.shape, b.dtype) for b in self._shared.buffers]:
             self._share()
         self._shared.buffers = buffers
-        self._held = [module._buffers for module in self._model.modules()]
+        self._held = buffer_tables(self._model)
         self._seen = [buffer for held in self._held for buffer in held.values()]
 
     # ── the optimizer ────────────────────────────────────────────────────────────────────────────────────

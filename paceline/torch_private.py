@@ -5,9 +5,7 @@ Two of our accelerations are loans, because they change what torch does: its com
 from a torch that they were not tested with, and `PACELINE_PLAIN_TORCH=1` switches both off; results are the same, and
 starts and steps take longer. Whatever else is missing is said in a sentence as soon as it is asked for.
 
-Not here yet: tables of hooks (`split/trace.py`), packed products (`torch.ops.mkldnn`, `split/wavefront`), the
-prefix of a compiled model's names (`split/tiles/cut.py`), the mark of a step that schedulers know (`distributed.py`).
-Of tiles are `Tensor._make_wrapper_subclass` and `torch._C.DisableTorchFunctionSubclass`, as torch's own guide has them.
+What torch calls by such a name is where it looks for it: the methods of `torch_group/process_group.py`.
 
 Nothing of torch is imported before it is asked for: the compiler's late loading has to be in place earlier.
 """
@@ -15,10 +13,12 @@ Nothing of torch is imported before it is asked for: the compiler's late loading
 from __future__ import annotations
 
 import importlib
+import operator
 import os
 import re
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import PacelineError
@@ -26,6 +26,7 @@ from paceline.errors import PacelineError
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch._C import DisableTorchFunctionSubclass as PlainTensors
     from torch._C import _are_functorch_transforms_active as inside_torch_func
     from torch._C import _set_grad_enabled as set_grad_mode
     from torch._C import _will_engine_execute_node as backward_will_run
@@ -34,12 +35,22 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+    empty_tensor = torch.Tensor._make_wrapper_subclass
+    pack_matrix = torch.ops.mkldnn._reorder_linear_weight
+    packed_product = torch.ops.mkldnn._linear_pointwise
+    packed_product_plus = torch.ops.mkldnn._linear_pointwise.binary
+
 __all__ = [
     "AnyBatchNorm",
+    "PlainTensors",
     "TreeSpec",
     "backward_will_run",
+    "empty_tensor",
     "inside_torch_func",
     "keep_compiler_out",
+    "pack_matrix",
+    "packed_product",
+    "packed_product_plus",
     "set_grad_mode",
     "tree_flatten",
     "tree_leaves",
@@ -61,6 +72,14 @@ _WHERE = {
     "tree_unflatten": (_TREES, "tree_unflatten"),
     # What `torch.no_grad` comes to in a traced graph: a function that is called there by itself.
     "set_grad_mode": ("torch._C", "_set_grad_enabled"),
+    # Of tiles: a tensor that has a size and no values, and inside of which context its class counts for nothing. Both
+    # are in torch's own guide to tensor subclasses.
+    "empty_tensor": ("torch", "Tensor._make_wrapper_subclass"),
+    "PlainTensors": ("torch._C", "DisableTorchFunctionSubclass"),
+    # Of the wavefront: oneDNN's products with a matrix that is packed once. `can_pack` says whether they are there.
+    "pack_matrix": ("torch", "ops.mkldnn._reorder_linear_weight"),
+    "packed_product": ("torch", "ops.mkldnn._linear_pointwise"),
+    "packed_product_plus": ("torch", "ops.mkldnn._linear_pointwise.binary"),
     # Of the linear layers, a loan: whether a node's gradient is accumulated by the backward that is running, and
     # whether `torch.func` is at work.
     "backward_will_run": ("torch._C", "_will_engine_execute_node"),
@@ -73,7 +92,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, there = _WHERE[name]
     try:
-        found = getattr(importlib.import_module(module), there)
+        found = operator.attrgetter(there)(importlib.import_module(module))
     except (ImportError, AttributeError):
         version = sys.modules["torch"].__version__
         raise PacelineError(f"torch {version} has no {module}.{there}: use torch {_words(TESTED)}") from None
@@ -149,7 +168,9 @@ def not_a_view(tensor: torch.Tensor) -> torch.Tensor:
     return torch.ops.aten._unsafe_view(tensor, tensor.shape) if tensor._is_view() else tensor
 
 
-# ── modules and optimizers ───────────────────────────────────────────────────────────────────────────────────
+# ── modules, optimizers and tensors ──────────────────────────────────────────────────────────────────────────
+#
+# Attributes that torch has had for years. Where one is missing and nothing else is said, Python names it.
 
 
 def inside_compiled(model: nn.Module) -> nn.Module | None:
@@ -163,6 +184,23 @@ def is_compiled(model: nn.Module) -> bool:
     return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody wants to be called before or after this module."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def buffer_tables(model: nn.Module) -> list[dict[str, torch.Tensor | None]]:
+    """Where the modules of a model keep their buffers: to look there costs a step less than to ask for all anew."""
+    return [module._buffers for module in model.modules()]
+
+
+def check_input_dims(module: AnyBatchNorm, x: torch.Tensor) -> None:
+    """Refuse what this kind of BatchNorm does not take; its forward, which ours stands for, asks this first."""
+    module._check_input_dim(x)  # type: ignore[no-untyped-call]
+
+
 # Where an optimizer keeps its hooks around `step`. Owners do not call them, so an optimizer that has some is refused;
 # under another name they would be called for every chunk.
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -171,6 +209,30 @@ STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 def mark_stepped(optimizer: Optimizer) -> None:
     """Tell schedulers that an update was made: by owners, here. Where the mark has another name, schedulers warn."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def times_changed(tensor: torch.Tensor) -> int:
+    """How often the memory of a tensor was changed in place: what autograd compares before it uses what it kept."""
+    return tensor._version
+
+
+def can_pack() -> bool:
+    """Whether this torch has oneDNN and its packed products; torch's own do the same where it does not."""
+    import torch
+
+    there = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return there and all(hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise"))
+
+
+def nccl_group(store: Any, rank: int, count: int, timeout: timedelta) -> Any:
+    """Ranks that exchange what lies on GPUs: only there where torch was built for them. To give them a time limit has
+    no public name."""
+    from torch import distributed
+
+    nccl: Any = distributed.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timeout
+    return nccl(store, rank, count, options)
 
 
 def after_backward(act: Callable[[], None]) -> None:

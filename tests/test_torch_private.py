@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed import ProcessGroupGloo
 
 import paceline
 from paceline import torch_private
@@ -19,26 +20,72 @@ from paceline.optim.gradients import GradientCollector, IntoBuffer
 from tests.conftest import Start
 
 PACKAGE = Path(paceline.__file__).parent
-DOCUMENTED = {"torch.Tensor._make_wrapper_subclass", "torch._C.DisableTorchFunctionSubclass", "torch._C"}  # by torch
-ONLY_THERE = {"_orig_mod", "_opt_called", "_compiled_call_impl", "_execution_engine", "_post_accumulate_grad_hooks"}
+OF_PYTHON = {"_exit", "_fields", "_asdict", "_operator", "_bootstrap", "_bootstrap_external", "_option_string_actions"}
+PRIVATE = re.compile(r"_[a-z][a-zA-Z]\w*")
 
 
-def private_names(path: Path) -> set[str]:
-    """What a file takes of torch that begins with an underscore."""
+def defined_names(tree: ast.AST) -> set[str]:
+    """What a file gives a name itself: functions, classes, variables, and attributes of its own objects."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Attribute):
-            text = ast.unparse(node)
-            found |= {text} if re.fullmatch(r"(torch|nn|F)\.[\w.]+", text) else {node.attr} & ONLY_THERE
-    return {name for name in found if re.search(r"(^|\.)_[a-zA-Z]", name)} - DOCUMENTED
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            found.add(node.attr)
+    return found
+
+
+def torch_names() -> set[str]:
+    """Private names that objects of torch have; that ours may have too does not make them ours on theirs."""
+    kinds = [torch.Tensor, nn.Module(), nn.LSTM(1, 1), nn.Conv1d(1, 1, 1), nn.BatchNorm1d(1), torch.fx.Tracer()]
+    others = [torch.optim.SGD([torch.zeros(1)]), ProcessGroupGloo._Options]
+    return {name for kind in (torch, torch._C, nn, F, *kinds, *others) for name in dir(kind)}
+
+
+def private_uses(tree: ast.AST, own: set[str], of_torch: set[str]) -> set[str]:
+    """What a file uses that begins with an underscore, and is neither ours nor Python's."""
+    sentences = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            on_own_object = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            if node.attr not in (own if on_own_object else own - of_torch):
+                found.add(node.attr)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            modules = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+            if any(module.partition(".")[0] == "torch" for module in modules):
+                found |= {part for module in modules for part in module.split(".")}
+        elif isinstance(node, ast.Constant) and id(node) not in sentences and re.fullmatch(r"[\w.]+", str(node.value)):
+            found |= set(str(node.value).split(".")) - own  # a name, for getattr or as the beginning of others
+    return {name for name in found if PRIVATE.fullmatch(name)} - OF_PYTHON
 
 
 def test_private_names_of_torch_are_in_one_file() -> None:
-    found = {str(path.relative_to(PACKAGE)): private_names(path) for path in PACKAGE.rglob("*.py")}
-    assert found.pop("torch_private.py")
+    trees = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    here = trees.pop("torch_private.py")
+    own, of_torch = set[str]().union(*map(defined_names, trees.values())), torch_names()
+    found = {path: private_uses(tree, own, of_torch) for path, tree in trees.items()}
     assert {path: names for path, names in found.items() if names} == {}
+    assert {"_version", "_buffers", "_orig_mod", "_pytree"} <= private_uses(here, own, of_torch)
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("module._buffers", "_buffers"),  # ours have it too
+        ("self._flat_weights", "_flat_weights"),
+        ("torch.ops.mkldnn._linear_pointwise.binary(x)", "_linear_pointwise"),
+        ("from torch.utils import _pytree", "_pytree"),
+        ("import torch._dynamo", "_dynamo"),
+        ("name.removeprefix('_orig_mod.')", "_orig_mod"),
+        ("getattr(optimizer, '_opt_called')", "_opt_called"),
+    ],
+)
+def test_a_private_name_is_seen_however_it_is_written(line: str, name: str) -> None:
+    assert private_uses(ast.parse(line), {"_buffers", "_own"}, torch_names()) == {name}
+    assert private_uses(ast.parse("self._own(other._own, self._buffers, '_own')"), {"_buffers", "_own"}, set()) == set()
 
 
 def test_a_name_that_torch_does_not_have_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,6 +138,7 @@ TRAINING = """
 import json, sys
 import torch
 from torch import nn
+from torch.distributed import ProcessGroupGloo
 import paceline as pl
 
 torch.manual_seed(0)

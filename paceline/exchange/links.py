@@ -26,6 +26,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # 
 from paceline.errors import ReplicaDied
 from paceline.exchange.wire import Feedback, Wire
 from paceline.net.secure import is_loopback
+from paceline.torch_private import nccl_group
 
 __all__ = ["Links", "Store", "open_store"]
 
@@ -51,10 +52,7 @@ class Links:
         store = PrefixStore(name, self._store)
         with self._explained():
             if self._device.type == "cuda":
-                nccl: Any = dist.ProcessGroupNCCL  # only there where torch was built for GPUs
-                options = nccl.Options()
-                options._timeout = self._timeout
-                return nccl(store, self.host, self.hosts, options)
+                return nccl_group(store, self.host, self.hosts, self._timeout)
             return ProcessGroupGloo(store, self.host, self.hosts, self._timeout)
 
     @contextmanager

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.torch_private import AnyBatchNorm, keep_compiler_out
+from paceline.torch_private import AnyBatchNorm, check_input_dims, keep_compiler_out
 
 Sum = Callable[[torch.Tensor], torch.Tensor]
 
@@ -74,8 +74,8 @@ def _exact_kind(kind: type[AnyBatchNorm]) -> type[AnyBatchNorm]:
 
 
 def _exact_forward(module: AnyBatchNorm, x: torch.Tensor, total: Sum) -> torch.Tensor:
-    module._check_input_dim(x)  # type: ignore[no-untyped-call]
-    normalized, mean, variance, count = _ExactBatchNorm.apply(  # type: ignore[no-untyped-call]
+    check_input_dims(module, x)
+    normalized, mean, variance, count = ExactBatchNorm.apply(  # type: ignore[no-untyped-call]
         x, module.weight, module.bias, module.eps, total
     )
     if module.track_running_stats:
@@ -93,7 +93,7 @@ def _exact_forward(module: AnyBatchNorm, x: torch.Tensor, total: Sum) -> torch.T
 _uncompiled_forward = keep_compiler_out(_exact_forward)
 
 
-class _ExactBatchNorm(torch.autograd.Function):
+class ExactBatchNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

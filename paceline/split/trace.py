@@ -23,7 +23,7 @@ from torch.fx.proxy import TraceError
 
 from paceline.errors import ModelError
 from paceline.split.transformer_stacks import stack_of
-from paceline.torch_private import TreeSpec, is_compiled, set_grad_mode, tree_unflatten
+from paceline.torch_private import TreeSpec, has_hooks, is_compiled, set_grad_mode, tree_unflatten
 
 _CONTAINERS = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _FACTORIES = (
@@ -197,7 +197,7 @@ class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if module_qualified_name in self._whole or is_compiled(m):
             return True
-        if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
+        if has_hooks(m):
             return True
         if self._plain(m) is not None:
             return False

@@ -27,7 +27,7 @@ def all_reduce_sparse(collectives: Collectives, tensor: torch.Tensor, op: Any) -
             "sparse tensors there is SUM (and AVG of floats), of layout torch.sparse_coo, on the cpu"
         )
     own = tensor.detach().coalesce()
-    shape = torch.tensor([*own.shape, own.sparse_dim(), own._nnz()])
+    shape = torch.tensor([*own.shape, own.sparse_dim(), len(own.values())])
     shapes = [torch.empty_like(shape) for _ in range(collectives.count)]
     collectives.all_gather(shape, shapes)
     for rank, other in enumerate(shapes):  # the same on all ranks

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from paceline.exchange.mailboxes import DeviceGroup
 from paceline.split.collectives import bounds, copied, gathered, reduced, sliced
+from paceline.split.tiles.needed_rows import paddings
 
 
 def take_part(x: torch.Tensor, group: DeviceGroup, dim: int, whole: int, inner: int) -> torch.Tensor:
@@ -62,7 +63,9 @@ def convolve(
     convolution: Any = (F.conv1d, F.conv2d, F.conv3d)[weight.dim() - 3]
     padding = module.padding
     if module.padding_mode != "zeros":
-        x, padding = F.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode), 0
+        around = paddings(padding, module.kernel_size, module.dilation)
+        last_dim_first = [amount for pair in reversed(around) for amount in pair]
+        x, padding = F.pad(x, last_dim_first, mode=module.padding_mode), 0
     found: torch.Tensor = convolution(
         x, weight, bias if not groups else None, module.stride, padding, module.dilation, channel_groups
     )

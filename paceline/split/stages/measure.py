@@ -26,7 +26,7 @@ from paceline.errors import ModelError
 from paceline.exchange.packing import CannotTravel, pack
 from paceline.split.cut import left_as_it_was
 from paceline.split.trace import Traced
-from paceline.torch_private import tree_leaves, tree_map
+from paceline.torch_private import times_changed, tree_leaves, tree_map
 
 REPETITIONS = 3
 _COPIED_BYTES = 4 << 20
@@ -102,7 +102,7 @@ def _look(model: nn.Module, traced: Traced, tensors: Sequence[torch.Tensor]) -> 
     until = last_uses(traced)
     forbidden = {number for number, node in enumerate(nodes) if not node.meta.get("grad", True)}
     buffers = dict(model.named_buffers())
-    versions = {name: buffer._version for name, buffer in buffers.items()}
+    versions = {name: times_changed(buffer) for name, buffer in buffers.items()}
     values: dict[fx.Node, Any] = {}
     sizes, random = [], []
     with torch.no_grad():
@@ -119,7 +119,7 @@ def _look(model: nn.Module, traced: Traced, tensors: Sequence[torch.Tensor]) -> 
             sizes.append(sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)))
             if not _travels(value):
                 forbidden.update(range(here + 1, until[here] + 1))
-    changed = [name for name, buffer in buffers.items() if buffer._version != versions[name]]
+    changed = [name for name, buffer in buffers.items() if times_changed(buffer) != versions[name]]
     used = buffers_used(model, traced)
     for name in changed:
         users = [number for number, names in enumerate(used) if name in names]
@@ -148,7 +148,7 @@ def _operations(
 
 
 def _versions(value: Any) -> list[int]:
-    return [leaf._version for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [times_changed(leaf) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _travels(value: Any) -> bool:

@@ -56,7 +56,6 @@ class TilesCut(Cut):
         self._buffers = {name for name, _ in model.named_buffers()}
 
     def part_of(self, name: str) -> TensorPart:
-        name = name.removeprefix("_orig_mod.")
         as_on_the_first = name in self._head or name in self._buffers
         return SAME if as_on_the_first and self.peers.rank else WHOLE
 

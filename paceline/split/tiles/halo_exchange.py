@@ -19,6 +19,7 @@ from paceline.exchange.mailboxes import DeviceGroup
 from paceline.split.collectives import copied, reduced
 from paceline.split.tiles.needed_rows import NeededRows, Range, ranges
 from paceline.split.tiles.tile import Tile
+from paceline.torch_private import times_changed
 
 
 def overlap(one: Range, other: Range) -> Range | None:
@@ -147,7 +148,7 @@ class Widened:
 
     def __init__(self, tile: Tile, needed: list[NeededRows], value: float = 0.0) -> None:
         self._source = tile.local
-        self._version = tile.local._version
+        self._version = times_changed(tile.local)
         self._joins: list[Pieces] = []
         x = tile.local
         for axis, dim, of_axis in zip(tile.tiled.grid.axes, tile.dims, needed, strict=True):
@@ -180,7 +181,7 @@ class _Again:
         self._source, self._version, self._joins = source, version, joins
 
     def join(self) -> torch.Tensor:
-        if self._source._version != self._version:
+        if times_changed(self._source) != self._version:
             raise RuntimeError("an activation that is needed for its gradient has been changed in place since")
         x = self._source
         for pieces in self._joins:

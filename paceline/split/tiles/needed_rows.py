@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from paceline.split.collectives import bounds
 
@@ -104,3 +105,21 @@ def spreading(length: int, outputs: int, parts: int, kernel: int, stride: int, b
         windows.append((first, max(first, last + 1)))
         starts.append(start - (first * stride - before))
     return Spread(needed_rows(ranges(length, parts), windows), tuple(starts))
+
+
+def each(value: Any, spatial: int) -> tuple[int, ...]:
+    """Returns one number a spatial dim, from what torch takes."""
+    given = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    return given * spatial if len(given) == 1 else given
+
+
+def paddings(padding: Any, kernels: Sequence[int], dilations: Sequence[int]) -> list[Range]:
+    """Returns the padding by spatial dim: before, after. It is as convolutions take it.
+
+    >>> paddings("same", (4, 3), (1, 2)), paddings(1, (3, 3), (1, 1))
+    ([(1, 2), (2, 2)], [(1, 1), (1, 1)])
+    """
+    if padding == "same":
+        totals = [d * (k - 1) for k, d in zip(kernels, dilations, strict=True)]
+        return [(total // 2, total - total // 2) for total in totals]
+    return [(p, p) for p in each(0 if padding == "valid" else padding, len(kernels))]

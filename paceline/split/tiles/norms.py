@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from paceline.optim.batchnorm import _ExactBatchNorm
+from paceline.optim.batchnorm import ExactBatchNorm
 from paceline.split.tiles.tile import Tile
 from paceline.torch_private import AnyBatchNorm
 
@@ -72,7 +72,7 @@ def group_norm(
         return NotImplemented
     local = input.local
     groups = local.contiguous().view(1, len(local) * num_groups, -1)
-    normalized = _ExactBatchNorm.apply(  # type: ignore[no-untyped-call]
+    normalized = ExactBatchNorm.apply(  # type: ignore[no-untyped-call]
         groups, None, None, eps, tiled.grid.everyone.all_reduce
     )[0].view(local.shape)
     shape = (-1, *[1] * (local.dim() - 2))

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from paceline.split.tiles import edge_convolution
 from paceline.split.tiles.halo_exchange import Widened
-from paceline.split.tiles.needed_rows import NeededRows, Range, output_rows, ranges, sliding, spreading
+from paceline.split.tiles.needed_rows import NeededRows, Range, each, output_rows, paddings, ranges, sliding, spreading
 from paceline.split.tiles.tile import Tile
 
 if TYPE_CHECKING:
@@ -98,12 +98,6 @@ def pad_one(x: torch.Tensor, dim: int, pads: Range, value: float = 0.0) -> torch
     return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + list(pads), value=value)
 
 
-def each(value: Any, spatial: int) -> tuple[int, ...]:
-    """Returns one number a spatial dim, from what torch takes."""
-    given = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-    return given * spatial if len(given) == 1 else given
-
-
 # ── convolutions ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -122,7 +116,7 @@ def convolve(
     spatial = weight.dim() - 2
     kernels = tuple(weight.shape[2:])
     strides, dilations = each(stride, spatial), each(dilation, spatial)
-    pads = _paddings(padding, kernels, dilations)
+    pads = paddings(padding, kernels, dilations)
     lengths = input.shape[-spatial:]
     outputs = [output_rows(*one) for one in zip(lengths, kernels, strides, pads, dilations, strict=True)]
     cut = Neighbourhood(tiled, func, input, spatial, outputs)
@@ -159,14 +153,6 @@ def _keeping_size(
     if not same_size or not 0 < reach <= fewest or any(low != high for low, high in pads):
         return None
     return edge_convolution.ConvolutionShape(dim, reach, tuple(low for low, _ in pads), tuple(dilations), groups)
-
-
-def _paddings(padding: Any, kernels: Lengths, dilations: Lengths) -> list[Range]:
-    """Returns the padding by spatial dim: before, after."""
-    if padding == "same":
-        totals = [d * (k - 1) for k, d in zip(kernels, dilations, strict=True)]
-        return [(total // 2, total - total // 2) for total in totals]
-    return [(p, p) for p in each(0 if padding == "valid" else padding, len(kernels))]
 
 
 def _uncut(cut: Neighbourhood, pads: Sequence[Range]) -> list[Range]:

@@ -15,6 +15,7 @@ from paceline.errors import ModelError
 from paceline.exchange.mailboxes import DeviceGroup, Peers
 from paceline.split.tiles.needed_rows import ranges
 from paceline.split.values import Tiles
+from paceline.torch_private import empty_tensor
 
 if TYPE_CHECKING:
     from paceline.split.tiles.tiled_forward import TiledForward
@@ -59,7 +60,7 @@ class Tile(torch.Tensor):
         shape = list(local.shape)
         for dim, length in zip(dims, lengths, strict=True):
             shape[dim] = length
-        tile: Tile = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+        tile: Tile = empty_tensor(cls, shape, dtype=local.dtype, device=local.device)
         tile.local, tile.dims, tile.lengths, tile.tiled = local, dims, lengths, tiled
         return tile
 

@@ -21,7 +21,7 @@ from paceline.errors import ModelError
 from paceline.split.tiles import norms, pointwise, reductions, resize, spatial
 from paceline.split.tiles.halo_exchange import gathered
 from paceline.split.tiles.tile import Grid, Tile, find
-from paceline.torch_private import tree_map
+from paceline.torch_private import PlainTensors, tree_map
 
 Func = Callable[..., Any]
 
@@ -139,7 +139,7 @@ class TiledForward(TorchFunctionMode):
         else:
             cut = OPS.get(name) or (pointwise.pointwise if pointwise.is_pointwise(name) else None)
         if cut is not None:
-            with torch._C.DisableTorchFunctionSubclass():
+            with PlainTensors():
                 found = cut(self, func, *args, **kwargs)
             if found is not NotImplemented:
                 self._note(args, kwargs, on_tiles=tile is not None or isinstance(found, Tile))
@@ -160,7 +160,7 @@ class TiledForward(TorchFunctionMode):
             if attribute in OF_LOCAL:
                 return getattr(tile.local, attribute)
             return self._on_whole(func, str(attribute), args, kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
+        with PlainTensors():
             return func(*args, **kwargs)
 
     def _note(self, args: Any, kwargs: dict[str, Any], *, on_tiles: bool) -> None:

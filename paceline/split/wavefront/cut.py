@@ -32,7 +32,7 @@ class WavefrontCut(Cut):
             for device in range(self.peers.count):
                 own = range(bounds[device], bounds[device + 1])
                 for layer in own:
-                    for weight in module._all_weights[layer]:
+                    for weight in _weights(module, layer):
                         self._device_of[f"{name}.{weight}" if name else weight] = device
                 if device == self.peers.rank:
                     recurrent = RecurrentModule(name or "the model", module, own, self.peers, self._split.time_block)
@@ -74,12 +74,12 @@ def _check_weights(model: nn.Module, stacked: Mapping[str, nn.RNNBase]) -> None:
     device."""
     holders: dict[nn.Parameter, list[str]] = {}
     for name, module in model.named_modules():
-        for own, parameter in module._parameters.items():
-            if parameter is not None:
-                holders.setdefault(parameter, []).append(f"{name}.{own}" if name else own)
+        for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            holders.setdefault(parameter, []).append(f"{name}.{own}" if name else own)
     for name, module in stacked.items():
-        for own in module._flat_weights_names:
-            parameter, weight = module._parameters.get(own), f"{name}.{own}" if name else own
+        parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        for own in (own for layer in range(module.num_layers) for own in _weights(module, layer)):
+            parameter, weight = parameters.get(own), f"{name}.{own}" if name else own
             if parameter is None:
                 expected = "it is computed from other parameters, by weight_norm or the like; give it as one parameter"
                 raise ModelError("wavefront", weight, expected)
@@ -89,9 +89,16 @@ def _check_weights(model: nn.Module, stacked: Mapping[str, nn.RNNBase]) -> None:
                 raise ModelError("wavefront", weight, expected)
 
 
+def _weights(module: nn.RNNBase, layer: int) -> list[str]:
+    """Returns the names of a layer's weights, as torch documents them."""
+    biases = ["bias_ih", "bias_hh"] if module.bias else []
+    projection = ["weight_hr"] if module.proj_size else []
+    return [f"{kind}_l{layer}" for kind in ("weight_ih", "weight_hh", *biases, *projection)]
+
+
 def _cost(module: nn.RNNBase, layer: int) -> int:
     """Returns what a layer costs: the elements of its matrices."""
-    weights = (getattr(module, name) for name in module._all_weights[layer])
+    weights = (module.get_parameter(name) for name in _weights(module, layer))
     return sum(weight.numel() for weight in weights if weight.dim() == 2)
 
 

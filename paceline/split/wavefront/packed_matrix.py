@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from paceline import torch_private
+
 Tensor = torch.Tensor
-_mkldnn = torch.ops.mkldnn
 
 
 class PackedMatrix:
@@ -19,20 +20,19 @@ class PackedMatrix:
     def __init__(self, weight: Tensor, rows: int) -> None:
         """`rows` is about how many there will be at a time."""
         self._weight = weight
-        available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        serves = weight.dtype is torch.float32 and weight.device.type == "cpu" and available
-        self._packed = _mkldnn._reorder_linear_weight(weight.contiguous(), rows) if serves and rows else None
+        serves = rows and weight.dtype is torch.float32 and weight.device.type == "cpu" and torch_private.can_pack()
+        self._packed = torch_private.pack_matrix(weight.contiguous(), rows) if serves else None
 
     def times(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Returns the product of `x` with it."""
         if self._packed is None:
             return F.linear(x, self._weight, bias)
-        found: Tensor = _mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+        found: Tensor = torch_private.packed_product(x, self._packed, bias, "none", [], "")
         return found
 
     def times_plus(self, x: Tensor, other: Tensor) -> Tensor:
         """Returns the product, with `other` added to it."""
         if self._packed is None:
             return torch.addmm(other, x, self._weight.t())
-        found: Tensor = _mkldnn._linear_pointwise.binary(x, other, self._packed, None, "add")
+        found: Tensor = torch_private.packed_product_plus(x, other, self._packed, None, "add")
         return found

@@ -49,7 +49,7 @@ class RecurrentModule:
 
     def owns(self, weights: Any) -> bool:
         """Returns whether these are the module's own weights: what else its forward may compute stays as it is."""
-        return len(weights) > 0 and weights[0] is self._module._flat_weights[0]
+        return len(weights) > 0 and weights[0] is self._module.weight_ih_l0
 
     def run(
         self,
