@@ -254,13 +254,15 @@ class Board:
 
     def next_op(self, rank: int) -> int:
         """Number of the op that `rank` begins now. All run the same script, so all count alike."""
-        self.set(rank, Word.OP, self.get(rank, Word.OP) + 1)
-        return self.get(rank, Word.OP)
+        return self._count(rank, Word.OP)
 
     def next_arena(self, rank: int) -> int:
         """Number of the arena that `rank` is about to share."""
-        self.set(rank, Word.ARENAS, self.get(rank, Word.ARENAS) + 1)
-        return self.get(rank, Word.ARENAS)
+        return self._count(rank, Word.ARENAS)
+
+    def _count(self, rank: int, word: Word) -> int:
+        self.set(rank, word, self.get(rank, word) + 1)
+        return self.get(rank, word)
 
     def hold_arena(self, rank: int, arena: int, descriptor: int) -> None:
         """Announce that `rank` holds this arena open, so that others can open it too."""
@@ -372,13 +374,7 @@ class Board:
 
     def await_arrivals(self, members: Members, phase: Phase, timeout_s: float) -> None:
         """Until every member has arrived at this try of this op; `MemberLost` if one never will."""
-        pending = list(members.ranks)
-
-        def ready() -> bool:
-            pending[:] = [other for other in pending if not self._reached(other, members, Word.ARRIVED, members.tag)]
-            return not pending
-
-        self.wait(members.replica, phase, ready, timeout_s)
+        self._await(members, members.ranks, Word.ARRIVED, members.tag, phase, timeout_s)
 
     def await_posts(
         self,
@@ -389,11 +385,15 @@ class Board:
         phase: Phase = Phase.AWAITING_STATISTICS,
     ) -> None:
         """Until everybody in `among` has posted contribution `number` of this try of this op."""
-        wanted = members.tag << COLLECTIVE_BITS | number
+        self._await(members, among, Word.POSTED, members.tag << COLLECTIVE_BITS | number, phase, timeout_s)
+
+    def _await(
+        self, members: Members, among: Sequence[int], word: Word, wanted: int, phase: Phase, timeout_s: float
+    ) -> None:
         pending = list(among)
 
         def ready() -> bool:
-            pending[:] = [other for other in pending if not self._reached(other, members, Word.POSTED, wanted)]
+            pending[:] = [other for other in pending if not self._reached(other, members, word, wanted)]
             return not pending
 
         self.wait(members.replica, phase, ready, timeout_s)

@@ -33,19 +33,8 @@ _ALIGN = 64
 _HEAD_BYTES = 4096  # the counters: posted by the sender, taken by the receiver, each in a line of the cache of its own
 BOX_BYTES = _HEAD_BYTES + DESCRIPTORS * WORDS * 8 + ROOM_BYTES
 
-DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-)
-_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
+DTYPES = sorted({found for found in vars(torch).values() if isinstance(found, torch.dtype)}, key=str)
+DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 
 class Peers:
@@ -258,10 +247,10 @@ class _Outbox(_Box):
             return False
         if size:
             self._room[start : start + size].view(part.dtype).copy_(part)
-        if whole.dim() > MOST_DIMS or whole.dtype not in _NUMBERS:
+        if whole.dim() > MOST_DIMS or whole.is_quantized:
             raise PacelineError(f"a tensor of {whole.dtype} with {whole.dim()} dims cannot go to another device")
         at = number % DESCRIPTORS * WORDS
-        descriptor = (start, part.numel(), _NUMBERS[whole.dtype], elements, whole.dim())
+        descriptor = (start, part.numel(), DTYPE_NUMBERS[whole.dtype], elements, whole.dim())
         for index, word in enumerate((*descriptor, *whole.shape)):
             self._descriptors[at + index] = word
         self._lying.append((number, start, start + size))

@@ -5,10 +5,11 @@ A replica that shares memory with nobody, above all one on a GPU, has a private 
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -17,6 +18,7 @@ from paceline.machine import free_memory
 from paceline.memory import segment
 
 NO_DESCRIPTOR = -1
+PAGE_BYTES = 4096
 
 
 class Arena:
@@ -62,16 +64,37 @@ class Arena:
 
     def view(self, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """A tensor that is these bytes of the segment."""
-        elements = 1
-        for extent in shape:
-            elements *= extent
-        return self._bytes[offset : offset + elements * dtype.itemsize].view(dtype).view(tuple(shape))
+        size = math.prod(shape) * dtype.itemsize
+        return self._bytes[offset : offset + size].view(dtype).view(tuple(shape))
 
     def close(self) -> None:
         """Give the descriptor back. The memory itself goes with the last view of it."""
         if self.descriptor != NO_DESCRIPTOR:
             self._give_back()
             self.descriptor = NO_DESCRIPTOR
+
+
+def in_pages(size: int) -> int:
+    """The bytes of the pages that so many bytes are in.
+
+    >>> in_pages(0), in_pages(1), in_pages(4096)
+    (0, 4096, 4096)
+    """
+    return -(-size // PAGE_BYTES) * PAGE_BYTES
+
+
+def place(lengths: Mapping[str, int]) -> tuple[dict[str, int], int]:
+    """Where regions of these lengths lie, one after another, and what they need in all. No two share a page: neighbours
+    do not slow each other down.
+
+    >>> place({"words": 8, "parameters": 5000})
+    ({'words': 0, 'parameters': 4096}, 12288)
+    """
+    offsets, end = {}, 0
+    for name, length in lengths.items():
+        offsets[name] = end
+        end = in_pages(end + length)
+    return offsets, end
 
 
 def _too_large(size: int, free: int, what: str) -> str:

@@ -16,14 +16,14 @@ buffers       the model's buffers, for a replica that joins
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from paceline.errors import ArenaError
-from paceline.memory.arena import Arena
+from paceline.memory.arena import Arena, place
 from paceline.memory.layout import Chunk, FlatLayout, Slot, aligned
 
 NOTES_BYTES = 1 << 20
@@ -69,9 +69,7 @@ class ModelArena:
         self._scratch = view(regions["scratch"], byte, [2, count, sizes.scratch_bytes])
         self._notes = view(regions["notes"], byte, [NOTES_BYTES])
         self.buffers = view(regions["buffers"], byte, [sizes.buffer_bytes])
-        self._block_starts = [0]
-        for size in sizes.state_blocks:
-            self._block_starts.append(self._block_starts[-1] + size)
+        self._block_starts = [0, *accumulate(sizes.state_blocks)]
 
     @classmethod
     def create(cls, layout: FlatLayout, sizes: Sizes, *, sparse: bool = False) -> ModelArena:
@@ -167,25 +165,19 @@ def _undo_bytes(layout: FlatLayout, sizes: Sizes) -> int:
 
 def _regions(layout: FlatLayout, sizes: Sizes) -> tuple[dict[str, int], int]:
     trained, count = layout.trained_bytes, sizes.replicas
-    lengths: Sequence[tuple[str, int]] = (
-        ("description", _description_bytes(layout)),
-        ("parameters", layout.bytes),
-        ("gradients", count * trained),
-        ("sums", trained if sizes.several_hosts else 0),
-        ("states", sum(sizes.state_blocks)),
-        ("undo", count * _undo_bytes(layout, sizes)),
-        ("norms", 8 * len(layout.chunks)),
-        ("updated", 8 * len(layout.chunks)),
-        ("reduced", 8 * len(layout.chunks)),
-        ("touched", count * len(layout.slots)),
-        ("scratch", 2 * count * sizes.scratch_bytes),
-        ("notes", NOTES_BYTES),
-        ("buffers", sizes.buffer_bytes),
-    )
-    regions: dict[str, int] = {}
-    offset = 0
-    for name, length in lengths:
-        regions[name] = offset
-        # Pages, so that no two regions share one: neighbours do not slow each other down.
-        offset = -(-(offset + length) // 4096) * 4096
-    return regions, offset
+    lengths = {
+        "description": _description_bytes(layout),
+        "parameters": layout.bytes,
+        "gradients": count * trained,
+        "sums": trained if sizes.several_hosts else 0,
+        "states": sum(sizes.state_blocks),
+        "undo": count * _undo_bytes(layout, sizes),
+        "norms": 8 * len(layout.chunks),
+        "updated": 8 * len(layout.chunks),
+        "reduced": 8 * len(layout.chunks),
+        "touched": count * len(layout.slots),
+        "scratch": 2 * count * sizes.scratch_bytes,
+        "notes": NOTES_BYTES,
+        "buffers": sizes.buffer_bytes,
+    }
+    return place(lengths)

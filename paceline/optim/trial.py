@@ -32,18 +32,9 @@ class Sees(Enum):
     MODEL = "model"
 
 
+_BY_ELEMENT = "SGD Adam AdamW RMSprop Adagrad Adadelta Adamax NAdam RAdam ASGD Rprop"
 KNOWN: Mapping[type[Optimizer], Sees] = {
-    torch.optim.SGD: Sees.ELEMENTS,
-    torch.optim.Adam: Sees.ELEMENTS,
-    torch.optim.AdamW: Sees.ELEMENTS,
-    torch.optim.RMSprop: Sees.ELEMENTS,
-    torch.optim.Adagrad: Sees.ELEMENTS,
-    torch.optim.Adadelta: Sees.ELEMENTS,
-    torch.optim.Adamax: Sees.ELEMENTS,
-    torch.optim.NAdam: Sees.ELEMENTS,
-    torch.optim.RAdam: Sees.ELEMENTS,
-    torch.optim.ASGD: Sees.ELEMENTS,
-    torch.optim.Rprop: Sees.ELEMENTS,
+    **{getattr(torch.optim, name): Sees.ELEMENTS for name in _BY_ELEMENT.split()},
     torch.optim.Adafactor: Sees.TENSORS,
     torch.optim.Muon: Sees.TENSORS,
 }

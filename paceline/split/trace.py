@@ -27,24 +27,9 @@ from paceline.torch_private import TreeSpec, has_hooks, is_compiled, set_grad_mo
 
 _CONTAINERS = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _FACTORIES = (
-    "arange",
-    "empty",
-    "eye",
-    "full",
-    "linspace",
-    "logspace",
-    "normal",
-    "ones",
-    "rand",
-    "randint",
-    "randn",
-    "randperm",
-    "scalar_tensor",
-    "tensor",
-    "tril_indices",
-    "triu_indices",
-    "zeros",
-)
+    "arange", "empty", "eye", "full", "linspace", "logspace", "normal", "ones", "rand", "randint", "randn", "randperm",
+    "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
+)  # fmt: skip
 _ABOUT_SHAPES = ("size", "dim", "ndimension", "numel", "is_floating_point", "element_size", "stride")
 _SHAPES = ("shape", "ndim", "dtype", "device", "is_cuda", "requires_grad")
 Plain = Callable[[nn.Module], Callable[..., Any] | None]
@@ -195,9 +180,7 @@ class _Tracer(fx.Tracer):
         return call, []
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if module_qualified_name in self._whole or is_compiled(m):
-            return True
-        if has_hooks(m):
+        if module_qualified_name in self._whole or is_compiled(m) or has_hooks(m):
             return True
         if self._plain(m) is not None:
             return False

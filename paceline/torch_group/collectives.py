@@ -8,7 +8,7 @@ Reductions add in the order of the ranks, in float32 for the short floats, and g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -30,10 +30,9 @@ class Collectives(Rounds):
     def all_reduce(self, flat: torch.Tensor, reduce: Reduction) -> None:
         """`flat` becomes the reduction over all ranks."""
         self._begin("all_reduce", flat.dtype, [flat.numel()], op=reduce.code)
-        for start, stop in _chunks(flat.numel(), SLOT_BYTES // flat.itemsize):
+        for start, stop in self._in_rounds(flat.numel(), SLOT_BYTES // flat.itemsize):
             chunk = flat[start:stop]
-            self._next_round()
-            self._slot(self.rank, 0, stop - start, flat.dtype).copy_(chunk)
+            self._leave(chunk)
             self._post_and_await(self._all)
             if chunk.nbytes <= SMALL_BYTES:
                 reduce([self._slot(rank, 0, stop - start, flat.dtype) for rank in self._all], chunk)
@@ -42,7 +41,7 @@ class Collectives(Rounds):
             low, length = bounds[self.rank], bounds[self.rank + 1] - bounds[self.rank]
             own = chunk[low : low + length]
             reduce([self._slot(rank, low, length, flat.dtype) for rank in self._all], own)
-            self._slot(self.rank, low, length, flat.dtype).copy_(own)  # only this rank reads that part of a slot
+            self._leave(own, low)  # only this rank reads that part of a slot
             self._post()
             self._await(self._all, self._number)
             for rank in self._others:
@@ -52,10 +51,9 @@ class Collectives(Rounds):
     def reduce(self, flat: torch.Tensor, root: int, reduce: Reduction) -> None:
         """`flat` of the root becomes the reduction."""
         self._begin("reduce", flat.dtype, [flat.numel()], root, reduce.code)
-        for start, stop in _chunks(flat.numel(), SLOT_BYTES // flat.itemsize):
-            self._next_round()
+        for start, stop in self._in_rounds(flat.numel(), SLOT_BYTES // flat.itemsize):
             if self.rank != root:
-                self._slot(self.rank, 0, stop - start, flat.dtype).copy_(flat[start:stop])
+                self._leave(flat[start:stop])
                 self._post_and_await([])
                 continue
             self._post_and_await(self._all)
@@ -68,11 +66,9 @@ class Collectives(Rounds):
         lengths = [part.numel() for part in parts]
         self._begin("reduce_scatter", into.dtype, lengths, op=reduce.code)
         room = SLOT_BYTES // into.itemsize // self.count
-        for start, stop in _chunks(max(lengths), room):
-            self._next_round()
+        for start, stop in self._in_rounds(max(lengths), room):
             for rank in self._others:
-                piece = parts[rank][start:stop]
-                self._slot(self.rank, rank * room, piece.numel(), into.dtype).copy_(piece)
+                self._leave(parts[rank][start:stop], rank * room)
             self._post_and_await(self._all)
             own = parts[self.rank][start:stop]
             if own.untyped_storage().data_ptr() == into.untyped_storage().data_ptr():
@@ -85,10 +81,8 @@ class Collectives(Rounds):
         """`into[r]` becomes rank r's; they may differ in length."""
         lengths = [part.numel() for part in into]
         self._begin("all_gather", flat.dtype, lengths)
-        for start, stop in _chunks(max(lengths), SLOT_BYTES // flat.itemsize):
-            self._next_round()
-            piece = flat[start:stop]
-            self._slot(self.rank, 0, piece.numel(), flat.dtype).copy_(piece)
+        for start, stop in self._in_rounds(max(lengths), SLOT_BYTES // flat.itemsize):
+            self._leave(flat[start:stop])
             self._post_and_await(self._all)
             for rank in self._others:
                 there = into[rank][start:stop]
@@ -98,10 +92,9 @@ class Collectives(Rounds):
     def gather(self, flat: torch.Tensor, into: Sequence[torch.Tensor], root: int) -> None:
         """`into` of the root, as in all_gather; all of one length. Empty at the others."""
         self._begin("gather", flat.dtype, [flat.numel()], root)
-        for start, stop in _chunks(flat.numel(), SLOT_BYTES // flat.itemsize):
-            self._next_round()
+        for start, stop in self._in_rounds(flat.numel(), SLOT_BYTES // flat.itemsize):
             if self.rank != root:
-                self._slot(self.rank, 0, stop - start, flat.dtype).copy_(flat[start:stop])
+                self._leave(flat[start:stop])
                 self._post_and_await([])
                 continue
             self._post_and_await(self._all)
@@ -113,25 +106,22 @@ class Collectives(Rounds):
     def broadcast(self, flat: torch.Tensor, root: int) -> None:
         """`flat` becomes the root's."""
         self._begin("broadcast", flat.dtype, [flat.numel()], root)
-        for start, stop in _chunks(flat.numel(), SLOT_BYTES // flat.itemsize):
-            self._next_round()
-            slot = self._slot(root, 0, stop - start, flat.dtype)
+        for start, stop in self._in_rounds(flat.numel(), SLOT_BYTES // flat.itemsize):
             if self.rank == root:
-                slot.copy_(flat[start:stop])
+                self._leave(flat[start:stop])
                 self._post_and_await([])
             else:
                 self._post_and_await([root])
-                flat[start:stop].copy_(slot)
+                flat[start:stop].copy_(self._slot(root, 0, stop - start, flat.dtype))
 
     def scatter(self, parts: Sequence[torch.Tensor], into: torch.Tensor, root: int) -> None:
         """`into` becomes this rank's of the root's parts, all of one length. Empty at the others."""
         self._begin("scatter", into.dtype, [into.numel()], root)
         room = SLOT_BYTES // into.itemsize // self.count
-        for start, stop in _chunks(into.numel(), room):
-            self._next_round()
+        for start, stop in self._in_rounds(into.numel(), room):
             if self.rank == root:
                 for rank in self._others:
-                    self._slot(root, rank * room, stop - start, into.dtype).copy_(parts[rank][start:stop])
+                    self._leave(parts[rank][start:stop], rank * room)
                 self._post_and_await([])
             else:
                 self._post_and_await([root])
@@ -145,7 +135,7 @@ class Collectives(Rounds):
         self._begin("all_to_all", dtype, [])
         self._next_round()
         both = torch.tensor([[part.numel() for part in side] for side in (parts, into)])
-        self._slot(self.rank, 0, 2 * count, torch.int64).copy_(both.view(-1))
+        self._leave(both.view(-1))
         self._post_and_await(self._all)
         found = [self._slot(rank, 0, 2 * count, torch.int64).view(2, count) for rank in self._all]
         sent = torch.stack([lengths[0] for lengths in found])
@@ -156,22 +146,21 @@ class Collectives(Rounds):
                 f"{int(taken[source, target])}: the sizes of all_to_all must agree"
             )
         room = SLOT_BYTES // dtype.itemsize // count
-        for start, stop in _chunks(int(sent.max()), room):
-            self._next_round()
+        for start, stop in self._in_rounds(int(sent.max()), room):
             for rank in self._others:
-                piece = parts[rank][start:stop]
-                self._slot(self.rank, rank * room, piece.numel(), dtype).copy_(piece)
-            self._post_and_await(range(count))
+                self._leave(parts[rank][start:stop], rank * room)
+            self._post_and_await(self._all)
             for rank in self._others:
                 there = into[rank][start:stop]
                 there.copy_(self._slot(rank, self.rank * room, there.numel(), dtype))
         into[self.rank].copy_(parts[self.rank])
 
+    def _in_rounds(self, length: int, room: int) -> Iterator[tuple[int, int]]:
+        """A round for each part of at most `room` elements, and its bounds; one for what is empty, too."""
+        for start in range(0, length or 1, room):
+            self._next_round()
+            yield start, min(start + room, length)
 
-def _chunks(length: int, room: int) -> list[tuple[int, int]]:
-    """At least one: also what is empty is done together.
-
-    >>> _chunks(7, 3), _chunks(0, 3)
-    ([(0, 3), (3, 6), (6, 7)], [(0, 0)])
-    """
-    return [(start, min(start + room, length)) for start in range(0, length, room)] or [(0, 0)]
+    def _leave(self, piece: torch.Tensor, at: int = 0) -> None:
+        """Have these elements in this rank's slot of the round, for others to read."""
+        self._slot(self.rank, at, piece.numel(), piece.dtype).copy_(piece)

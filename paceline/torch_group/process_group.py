@@ -83,33 +83,18 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     # ── what torch asks of every group ───────────────────────────────────────────────────────────────────
 
-    def getRank(self) -> int:
-        return self._rank
-
-    def getSize(self) -> int:
-        return self._size
-
     def rank(self) -> int:
         return self._rank
 
     def size(self) -> int:
         return self._size
 
-    def getBackendName(self) -> str:
-        return NAME
-
     def name(self) -> str:
         return NAME
 
+    getRank, getSize, getBackendName = rank, size, name
+
     # The base class would ask its backends for these, and it has none.
-    @property
-    def group_name(self) -> Any:
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        return self._description
-
     @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
@@ -123,17 +108,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def getGroupDesc(self) -> str:
         return self._description
 
-    def _set_group_name(self, name: Any) -> None:
-        self._name = name
-
     def setGroupName(self, name: str) -> None:
         self._name = name
 
-    def _set_group_desc(self, desc: str) -> None:
-        self._description = desc
-
     def setGroupDesc(self, desc: str) -> None:
         self._description = desc
+
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Nothing is put off: every collective is finished when it returns."""
@@ -188,11 +170,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         with FlatTensor(output) as flat:
             self._collectives.reduce_scatter([read(part) for part in parts], flat, reduce)
 
-    @_collective
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
-        check([output, input])
-        self._reduce_scatter(output, equal_parts("reduce_scatter_tensor", read(input), self._size), opts)
-        return Finished([output])
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     @_collective
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
@@ -223,23 +202,18 @@ class SharedMemoryGroup(dist.ProcessGroup):
         with FlatTensors(into) as flats:
             self._collectives.all_gather(read(tensor), flats)
 
-    @_collective
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
-        self._all_gather_single(output, input)
-        return Finished([output])
+        return self.all_gather_single_coalesced([output], [input], opts)
 
     @_collective
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         for output, tensor in zip(outputs, inputs, strict=True):
-            self._all_gather_single(output, tensor)
+            check([output, tensor])
+            with FlatTensor(output) as flat:
+                parts = equal_parts("all_gather_into_tensor", flat, self._size)
+                same_size("all_gather_into_tensor", parts[self._rank], tensor)
+                self._collectives.all_gather(read(tensor), parts)
         return Finished(outputs)
-
-    def _all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
-        check([output, tensor])
-        with FlatTensor(output) as flat:
-            parts = equal_parts("all_gather_into_tensor", flat, self._size)
-            same_size("all_gather_into_tensor", parts[self._rank], tensor)
-            self._collectives.all_gather(read(tensor), parts)
 
     @_collective
     def broadcast(self, tensors: Tensors, opts: Any) -> Work:
@@ -320,16 +294,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
             self._messages.post(read(tensor), to, tag)
         return Finished(tensors)
 
-    def recv(self, tensors: Tensors, source: int, tag: int) -> Work:
-        return self._receive(tensors, source, tag)
-
-    def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
-        return self._receive(tensors, None, tag)
-
-    def _receive(self, tensors: Tensors, source: int | None, tag: int) -> Work:
+    def recv(self, tensors: Tensors, source: int | None, tag: int) -> Work:
         check(tensors)
         (tensor,) = tensors
         return Receiving(self._messages, tensor, source, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
+        return self.recv(tensors, None, tag)
 
     # Names of earlier versions of torch.
     _allgather_base = all_gather_single

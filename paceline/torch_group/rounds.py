@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.distributed import ReduceOp
 
+from paceline.exchange.mailboxes import DTYPE_NUMBERS, DTYPES
 from paceline.torch_group.errors import CallError, GroupBroken, RankDied, RankLate
 from paceline.torch_group.rank_group import RankGroup
 
@@ -30,20 +31,8 @@ TURNS = 2
 GAVE_UP = -1  # in place of the number of a post
 
 REFUSED = "a call that was refused"
-KINDS = (
-    "barrier",
-    "all_reduce",
-    "reduce_scatter",
-    "all_gather",
-    "broadcast",
-    "reduce",
-    "scatter",
-    "gather",
-    "all_to_all",
-    REFUSED,
-)
-DTYPES = sorted({found for found in vars(torch).values() if isinstance(found, torch.dtype)}, key=str)
-DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
+_CALLS = "barrier all_reduce reduce_scatter all_gather broadcast reduce scatter gather all_to_all"
+KINDS = (*_CALLS.split(), REFUSED)
 
 
 def space_bytes(count: int) -> int:

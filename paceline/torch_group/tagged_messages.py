@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from paceline.exchange.mailboxes import BOX_BYTES, Peers
+from paceline.exchange.mailboxes import BOX_BYTES, DTYPE_NUMBERS, DTYPES, Peers
 from paceline.torch_group.errors import CallError
 from paceline.torch_group.flat_tensors import outside_inference
 from paceline.torch_group.rank_group import RankGroup
-from paceline.torch_group.rounds import DTYPE_NUMBERS, DTYPES
 
 
 def messages_bytes(count: int) -> int:

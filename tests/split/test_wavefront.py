@@ -23,9 +23,9 @@ from paceline.errors import InvalidInput
 from paceline.exchange.board import Board
 from paceline.exchange.mailboxes import BOX_BYTES, DESCRIPTORS, Peers
 from paceline.memory.arena import Arena
+from paceline.split.balance import even_bounds
 from paceline.split.values import Wavefront
 from paceline.split.wavefront import WavefrontCut
-from paceline.split.wavefront.cut import divide
 
 MOST_DEVICES = 3
 CLOSE = {"float64": 1e-9, "float32": 1e-4}
@@ -292,7 +292,7 @@ def test_layers_are_divided_so_that_the_dearest_part_is_as_cheap_as_can_be(
     def dearest(bounds: tuple[int, ...]) -> int:
         return max(sum(costs[start:stop]) for start, stop in itertools.pairwise(bounds))
 
-    bounds = divide(costs, parts)
+    bounds = even_bounds(costs, parts)
     assert len(bounds) == parts + 1
     assert all(start < stop for start, stop in itertools.pairwise(bounds))
     assert (bounds[0], bounds[-1]) == (0, len(costs))

@@ -9,6 +9,7 @@ hidden    given by one layer, taken by the    in, out   taken from the input, gi
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -176,8 +177,5 @@ class Names:
 
 
 def _unused(name: str, taken: set[str]) -> str:
-    number = 2
-    found = name
-    while found in taken:
-        found, number = f"{name}{number}", number + 1
-    return found
+    numbered = (f"{name}{number}" for number in itertools.count(2))
+    return next(found for found in itertools.chain([name], numbered) if found not in taken)

@@ -80,23 +80,26 @@ def linear(t: GraphDims, node: fx.Node) -> Op | None:
     x = t.of(node.args[0])
     if weight is None or not x or not join(weight[1], x[-1]):
         return None
-    parameters = {"weight": weight}
-    if bias := t.own(node, "bias"):
-        parameters["bias"] = bias
-        join(bias[0], weight[0])
+    parameters = _with_bias(t, node, weight)
     return Op([*x[:-1], weight[0]], summed=[x[-1]], parameters=parameters, late=LATE, kind="linear")
+
+
+def _with_bias(t: GraphDims, node: fx.Node, weight: Dims, name: str = "") -> dict[str, Dims]:
+    """Returns the dims of a weight, and of its bias if it has one: an element for each of the weight's outputs."""
+    parameters = {f"{name}weight": weight}
+    if bias := t.own(node, f"{name}bias"):
+        parameters[f"{name}bias"] = bias
+        join(bias[0], weight[0])
+    return parameters
 
 
 def convolution(t: GraphDims, node: fx.Node) -> Op | None:
     """Channels are as in a linear layer, or each by itself; what is looked at around a pixel is whole."""
     module: Any = t.module(node)
     weight, x, value = t.own(node, "weight"), t.of(node.args[0]), t.values[node.name]
-    if weight is None or len(x) != weight_dims(module):
+    if weight is None or len(x) != len(weight):  # images in batches
         return None
-    parameters = {"weight": weight}
-    if bias := t.own(node, "bias"):
-        parameters["bias"] = bias
-        join(bias[0], weight[0])
+    parameters = _with_bias(t, node, weight)
     out: Dims = [x[0], weight[0], *t.fresh(value)[2:]]
     whole = [*x[2:], *weight[2:]]
     if module.groups == 1:
@@ -108,11 +111,6 @@ def convolution(t: GraphDims, node: fx.Node) -> Op | None:
             return None
         return Op(out, whole=whole, parameters=parameters, kind="conv")
     return None
-
-
-def weight_dims(module: Any) -> int:
-    """Returns how many dims the weight has: as many as a batch of images."""
-    return int(module.weight.dim())
 
 
 def embedding(t: GraphDims, node: fx.Node) -> Op | None:
@@ -145,11 +143,10 @@ def attention(t: GraphDims, node: fx.Node) -> Op | None:
         if not (join(a, b) and join(a, c)):
             return None
     whole = [q[-1], k[-1], k[-2], v[-2], q[-2]]
-    mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+    mask = _given(node, 3, "attn_mask")
     if isinstance(mask, fx.Node):
         whole += t.of(mask)
-    dropping = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-    if dropping:  # masks are drawn for all heads together
+    if _given(node, 4, "dropout_p"):  # masks are drawn for all heads together
         return None
     return Op([*q[:-2], q[-2], v[-1]], whole=whole)
 
@@ -174,13 +171,7 @@ def heads(t: GraphDims, node: fx.Node) -> Op | None:
     assert outer is not None
     if not (join(outer[1], joined[1:]) and join(outer[0], q[2]) and all(join(inner[1], x[2]) for x in (q, k, v))):
         return None
-    parameters = {"in_proj_weight": inner, "out_proj.weight": outer}
-    if (bias := t.own(node, "in_proj_bias")) is not None:
-        join(bias[0], inner[0])
-        parameters["in_proj_bias"] = bias
-    if (bias := t.own(node, "out_proj.bias")) is not None:
-        join(bias[0], outer[0])
-        parameters["out_proj.bias"] = bias
+    parameters = _with_bias(t, node, inner, "in_proj_") | _with_bias(t, node, outer, "out_proj.")
     whole = [dim for x in (q, k, v) for dim in x[:2]] + [q[2]]
     return Op(
         ([q[0], q[1], outer[0]], None),
@@ -230,10 +221,10 @@ def unsqueeze(t: GraphDims, node: fx.Node) -> Op | None:
 def reduction(t: GraphDims, node: fx.Node) -> Op | None:
     """`sum` and `mean` go over dims that are whole."""
     x, rank = t.of(node.args[0]), len(t.of(node.args[0]))
-    given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    given = _given(node, 1, "dim")
     if given is None:
         return None
-    which = {int(i) % rank for i in (given if isinstance(given, (tuple, list)) else [given])}  # type: ignore[arg-type]
+    which = {int(i) % rank for i in (given if isinstance(given, (tuple, list)) else [given])}
     keeps = len(t.shape(node)) == rank
     out = [[Atom(1)] if i in which else x[i] for i in range(rank) if keeps or i not in which]
     return Op(out, whole=[x[i] for i in which])
@@ -242,9 +233,7 @@ def reduction(t: GraphDims, node: fx.Node) -> Op | None:
 def along_one(t: GraphDims, node: fx.Node) -> Op | None:
     """softmax and the like need one dim whole, the others pass."""
     x = t.of(node.args[0])
-    given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    if node.op == "call_module":
-        given = t.module(node).dim  # type: ignore[assignment]
+    given = t.module(node).dim if node.op == "call_module" else _given(node, 1, "dim")
     if not isinstance(given, int) or len(x) != len(t.shape(node)):
         return None
     return Op(list(x), whole=[x[given]])
@@ -263,8 +252,7 @@ def spatial(t: GraphDims, node: fx.Node) -> Op | None:
 def pieces(t: GraphDims, node: fx.Node) -> Op | None:
     """`chunk` and `split` into equal pieces take the outer factor of the dim apart."""
     values, x = t.values[node.name], t.of(node.args[0])
-    given = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
-    at = int(given) % len(x)  # type: ignore[arg-type]
+    at = _given(node, 2, "dim", 0) % len(x)
     sizes = {tuple(value.shape) for value in values}
     if len(sizes) != 1:
         return None
@@ -307,14 +295,18 @@ def item(t: GraphDims, node: fx.Node) -> Op | None:
 def concatenation(t: GraphDims, node: fx.Node) -> Op | None:
     """The dim along which tensors are put together is whole, the others are the same."""
     operands = [t.of(operand) for operand in node.args[0]]  # type: ignore[union-attr]
-    given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
     out: Dims = t.fresh(t.values[node.name])
-    at = int(given) % len(out)  # type: ignore[arg-type]
+    at = _given(node, 1, "dim", 0) % len(out)
     for operand in operands:
         for number, (dim, own) in enumerate(zip(out, operand, strict=True)):
             if number != at and not join(dim, own):
                 return None
     return Op(out, whole=[operand[at] for operand in operands])
+
+
+def _given(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
+    """Returns an argument that may be given by position or by name."""
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
 # ── which rule ───────────────────────────────────────────────────────────────────────────────────────────────

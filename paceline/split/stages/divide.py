@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from paceline.errors import ModelError, StrategyError, nearest_first
+from paceline.split.balance import best_places
 from paceline.split.stages.measure import Measured, last_uses
 from paceline.split.trace import Traced
 
@@ -30,8 +31,8 @@ def by_cost(traced: Traced, measured: Measured, stages: int) -> list[int]:
         )
     places = _fewer(places, total, crossing)
     handed = [crossing[place] * measured.seconds_a_byte for place in range(len(crossing))]
-    limit, _ = _best(places, total, handed, crossing, stages, None)
-    _, best = _best(places, total, handed, crossing, stages, limit * SLACK)
+    limit, _ = best_places(places, total, handed, crossing, stages, None)
+    _, best = best_places(places, total, handed, crossing, stages, limit * SLACK)
     return best
 
 
@@ -54,39 +55,6 @@ def _fewer(places: list[int], total: Sequence[float], crossing: Sequence[int]) -
         if span not in best or crossing[place] < crossing[best[span]]:
             best[span] = place
     return sorted(best.values())
-
-
-def _best(
-    places: Sequence[int],
-    total: Sequence[float],
-    handed: Sequence[float],
-    crossing: Sequence[int],
-    stages: int,
-    limit: float | None,
-) -> tuple[float, list[int]]:
-    """Returns the slowest stage's time, and the places. Without `limit` the slowest stage is as fast as can be; with
-    it as few bytes cross as can be while no stage is slower than that."""
-    ends = [*places, len(total) - 1]
-    # By last place: (what is to be small, slowest stage, places) of the first k stages.
-    reached: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
-    for stage in range(stages):
-        following: dict[int, tuple[float, float, list[int]]] = {}
-        for end in ends:
-            if (end == ends[-1]) != (stage == stages - 1):
-                continue
-            for begin, (small, slowest, chosen) in reached.items():
-                if begin >= end:
-                    continue
-                took = total[end] - total[begin] + handed[begin] + (handed[end] if end != ends[-1] else 0.0)
-                slower = max(slowest, took)
-                if limit is not None and slower > limit:
-                    continue
-                value = slower if limit is None else small + (crossing[begin] if begin else 0)
-                if end not in following or value < following[end][0]:
-                    following[end] = (value, slower, [*chosen, begin] if begin else chosen)
-        reached = following
-    _, slowest, chosen = reached[ends[-1]]
-    return slowest, chosen
 
 
 def at_modules(model: nn.Module, traced: Traced, names: Sequence[str]) -> list[int]:

@@ -16,11 +16,11 @@ from paceline.exchange.mailboxes import DeviceGroup, Peers
 from paceline.optim.models import in_mode, own_state
 from paceline.split.cut import SAME, WHOLE, Check, Cut, Example, Loss, TensorPart, left_as_it_was, train
 from paceline.split.tiles.halo_exchange import gathered
-from paceline.split.tiles.norms import TiledBatchNorm, batchnorms
+from paceline.split.tiles.norms import TiledBatchNorm
 from paceline.split.tiles.tile import Grid, Tile
 from paceline.split.tiles.tiled_forward import TiledForward
 from paceline.split.values import Tiles
-from paceline.torch_private import tree_map
+from paceline.torch_private import AnyBatchNorm, tree_map
 
 
 class TilesCut(Cut):
@@ -38,8 +38,8 @@ class TilesCut(Cut):
         if not self._tiled.grid.axes:
             return
         whole, model = model, own_state(model)
-        for module in batchnorms(model):
-            self._norms[module] = TiledBatchNorm(self._tiled, module)
+        norms = [module for module in model.modules() if isinstance(module, AnyBatchNorm)]
+        self._norms = {module: TiledBatchNorm(self._tiled, module) for module in norms}
         forward = model.forward
         model.forward = functools.partial(self._forward, forward)
         if whole is not model:  # compiled: the compiler would follow the tiles into the mailboxes

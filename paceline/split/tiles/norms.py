@@ -7,20 +7,16 @@ channel.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from paceline.optim.batchnorm import ExactBatchNorm
-from paceline.split.tiles.tile import Tile
+from paceline.split.tiles.tile import Func, Tile
 from paceline.torch_private import AnyBatchNorm
 
 if TYPE_CHECKING:
     from paceline.split.tiles.tiled_forward import TiledForward
-
-Func = Callable[..., Any]
 
 
 class TiledBatchNorm:
@@ -99,7 +95,3 @@ def instance_norm(
     if running_mean is not None or not use_input_stats:
         return NotImplemented
     return group_norm(tiled, func, input, input.size(1), weight, bias, eps)
-
-
-def batchnorms(model: nn.Module) -> list[AnyBatchNorm]:
-    return [module for module in model.modules() if isinstance(module, AnyBatchNorm)]

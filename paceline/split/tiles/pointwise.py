@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.split.tiles.tile import Tile, find
+from paceline.split.tiles.tile import Func, Tile, find
 from paceline.torch_private import tree_map
 
 if TYPE_CHECKING:
     from paceline.split.tiles.tiled_forward import TiledForward
 
-Func = Callable[..., Any]
 
 # By name, as torch's functions, methods and torch.nn.functional have it in common.
 _NAMES = """

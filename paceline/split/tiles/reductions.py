@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from paceline.split.tiles.halo_exchange import summed
-from paceline.split.tiles.tile import Tile
+from paceline.split.tiles.tile import Func, Tile
 
 if TYPE_CHECKING:
     from paceline.split.tiles.tiled_forward import TiledForward
-
-Func = Callable[..., Any]
 
 
 def add_up(tiled: TiledForward, func: Func, input: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:

@@ -7,7 +7,6 @@ dims torch's own op does it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,12 +14,11 @@ import torch.nn.functional as F
 
 from paceline.split.tiles.halo_exchange import Widened
 from paceline.split.tiles.needed_rows import needed_rows, ranges
-from paceline.split.tiles.tile import Tile
+from paceline.split.tiles.tile import Func, Tile
 
 if TYPE_CHECKING:
     from paceline.split.tiles.tiled_forward import TiledForward
 
-Func = Callable[..., Any]
 LINEAR = ("linear", "bilinear", "trilinear")
 NEAREST = ("nearest", "nearest-exact")
 

@@ -19,12 +19,11 @@ import torch.nn.functional as F
 from paceline.split.tiles import edge_convolution
 from paceline.split.tiles.halo_exchange import Widened
 from paceline.split.tiles.needed_rows import NeededRows, Range, each, output_rows, paddings, ranges, sliding, spreading
-from paceline.split.tiles.tile import Tile
+from paceline.split.tiles.tile import Func, Tile
 
 if TYPE_CHECKING:
     from paceline.split.tiles.tiled_forward import TiledForward
 
-Func = Callable[..., Any]
 Lengths = Sequence[int]
 
 

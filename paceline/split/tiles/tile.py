@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from paceline.split.tiles.tiled_forward import TiledForward
 
 
+Func = Callable[..., Any]  # of torch, or what does the same on tiles
+
+
 class Axis:
     """One direction in which images are cut: their first spatial dim, rows, or their second one, columns."""
 

@@ -10,7 +10,6 @@ after all that is cut. Their gradients are the first device's alone, so the othe
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -20,10 +19,8 @@ from torch.overrides import TorchFunctionMode
 from paceline.errors import ModelError
 from paceline.split.tiles import norms, pointwise, reductions, resize, spatial
 from paceline.split.tiles.halo_exchange import gathered
-from paceline.split.tiles.tile import Grid, Tile, find
+from paceline.split.tiles.tile import Func, Grid, Tile, find
 from paceline.torch_private import PlainTensors, tree_map
-
-Func = Callable[..., Any]
 
 CUTS: dict[str, Func] = {
     **{f"conv{n}d": spatial.convolve for n in (1, 2, 3)},

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Mapping
 
 from torch import nn
 
 from paceline.errors import ModelError, StrategyError
 from paceline.exchange.mailboxes import Peers
 from paceline.optim.models import own_state
+from paceline.split.balance import even_bounds
 from paceline.split.cut import SAME, WHOLE, Cut, Example, TensorPart
 from paceline.split.values import Wavefront
 from paceline.split.wavefront.recurrent_module import RecurrentModule
@@ -28,7 +28,7 @@ class WavefrontCut(Cut):
         stacked = self._stacked(model)
         _check_weights(model, stacked)
         for name, module in stacked.items():
-            bounds = divide([_cost(module, layer) for layer in range(module.num_layers)], self.peers.count)
+            bounds = even_bounds([_cost(module, layer) for layer in range(module.num_layers)], self.peers.count)
             for device in range(self.peers.count):
                 own = range(bounds[device], bounds[device + 1])
                 for layer in own:
@@ -100,25 +100,3 @@ def _cost(module: nn.RNNBase, layer: int) -> int:
     """Returns what a layer costs: the elements of its matrices."""
     weights = (module.get_parameter(name) for name in _weights(module, layer))
     return sum(weight.numel() for weight in weights if weight.dim() == 2)
-
-
-def divide(costs: Sequence[int], parts: int) -> list[int]:
-    """Returns where layers are cut into `parts` of neighbours, one or more each: the dearest part is as cheap as can
-    be.
-
-    >>> divide([3, 1, 1, 1], 2), divide([1, 1, 1, 5], 3)
-    ([0, 1, 4], [0, 1, 3, 4])
-    """
-    up_to = [0, *accumulate(costs)]
-    # By where the parts so far end: what the dearest of them costs, and their bounds.
-    best = {0: (0, [0])}
-    for part in range(1, parts + 1):
-        longer = {}
-        for stop in range(part, len(costs) - parts + part + 1):
-            longer[stop] = min(
-                (max(dearest, up_to[stop] - up_to[start]), [*bounds, stop])
-                for start, (dearest, bounds) in best.items()
-                if start < stop
-            )
-        best = longer
-    return best[len(costs)][1]
