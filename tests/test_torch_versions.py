@@ -11,7 +11,8 @@ import pytest
 from paceline.torch_private import TESTED
 
 ROOT = Path(__file__).parent.parent
-NEEDED = ("tests/optim", "tests/launch/test_quick_start.py", "tests/test_torch_private.py")
+CUTS = tuple(f"tests/split/test_{way}.py" for way in ("layouts", "stages", "tiles", "wavefront"))
+NEEDED = ("tests/optim", "tests/launch/test_quick_start.py", "tests/test_torch_private.py", "tests/torch_group", *CUTS)
 CONTRACT = ("tests/contract/test_contract.py", "-k", "one_process and uneven")  # every model, with three replicas
 TOOLS = ("numpy", "msgspec", "safetensors", "rich", "pytest", "pytest-timeout", "hypothesis", "psutil", "cryptography")
 
