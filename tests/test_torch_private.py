@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,18 +22,27 @@ from tests.conftest import Start
 
 PACKAGE = Path(paceline.__file__).parent
 OF_PYTHON = {"_exit", "_fields", "_asdict", "_operator", "_bootstrap", "_bootstrap_external", "_option_string_actions"}
-PRIVATE = re.compile(r"_[a-z][a-zA-Z]\w*")
+PRIVATE = re.compile(r"_[a-zA-Z]\w+|_C")
+Nodes = Sequence[ast.AST]
 
 
-def defined_names(tree: ast.AST) -> set[str]:
+def nodes_of(text: str) -> Nodes:
+    return list(ast.walk(ast.parse(text)))
+
+
+def on_own_object(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def defined_names(nodes: Nodes) -> set[str]:
     """What a file gives a name itself: functions, classes, variables, and attributes of its own objects."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and on_own_object(node):
             found.add(node.attr)
     return found
 
@@ -44,14 +54,13 @@ def torch_names() -> set[str]:
     return {name for kind in (torch, torch._C, nn, F, *kinds, *others) for name in dir(kind)}
 
 
-def private_uses(tree: ast.AST, own: set[str], of_torch: set[str]) -> set[str]:
+def private_uses(nodes: Nodes, own: set[str], of_torch: set[str]) -> set[str]:
     """What a file uses that begins with an underscore, and is neither ours nor Python's."""
-    sentences = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    sentences = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute):
-            on_own_object = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-            if node.attr not in (own if on_own_object else own - of_torch):
+            if node.attr not in own or (node.attr in of_torch and not on_own_object(node)):
                 found.add(node.attr)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             modules = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
@@ -63,10 +72,10 @@ def private_uses(tree: ast.AST, own: set[str], of_torch: set[str]) -> set[str]:
 
 
 def test_private_names_of_torch_are_in_one_file() -> None:
-    trees = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
-    here = trees.pop("torch_private.py")
-    own, of_torch = set[str]().union(*map(defined_names, trees.values())), torch_names()
-    found = {path: private_uses(tree, own, of_torch) for path, tree in trees.items()}
+    files = {str(path.relative_to(PACKAGE)): nodes_of(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    here = files.pop("torch_private.py")
+    own, of_torch = set[str]().union(*map(defined_names, files.values())), torch_names()
+    found = {path: private_uses(nodes, own, of_torch) for path, nodes in files.items()}
     assert {path: names for path, names in found.items() if names} == {}
     assert {"_version", "_buffers", "_orig_mod", "_pytree"} <= private_uses(here, own, of_torch)
 
@@ -79,13 +88,14 @@ def test_private_names_of_torch_are_in_one_file() -> None:
         ("torch.ops.mkldnn._linear_pointwise.binary(x)", "_linear_pointwise"),
         ("from torch.utils import _pytree", "_pytree"),
         ("import torch._dynamo", "_dynamo"),
+        ("torch._C.DisableTorchFunctionSubclass()", "_C"),
         ("name.removeprefix('_orig_mod.')", "_orig_mod"),
         ("getattr(optimizer, '_opt_called')", "_opt_called"),
     ],
 )
 def test_a_private_name_is_seen_however_it_is_written(line: str, name: str) -> None:
-    assert private_uses(ast.parse(line), {"_buffers", "_own"}, torch_names()) == {name}
-    assert private_uses(ast.parse("self._own(other._own, self._buffers, '_own')"), {"_buffers", "_own"}, set()) == set()
+    assert private_uses(nodes_of(line), {"_buffers", "_own"}, torch_names()) == {name}
+    assert private_uses(nodes_of("self._own(other._own, self._buffers, '_own')"), {"_buffers", "_own"}, set()) == set()
 
 
 def test_a_name_that_torch_does_not_have_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

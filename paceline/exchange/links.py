@@ -64,14 +64,11 @@ class Links:
                 f"host {self.host} lost its link to another host ({_first_line(error)}): see that host's output"
             ) from error
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
+    def sum(self, values: torch.Tensor, group: Any = None) -> torch.Tensor:
         """The sum over all hosts of a few numbers, uncoded. All owners of this link call it."""
-        return self._sum(self._small, values)
-
-    def _sum(self, group: Any, values: torch.Tensor) -> torch.Tensor:
         total = values.to(self._device, copy=True).contiguous()
         with self._explained():
-            group.allreduce([total]).wait()
+            (group or self._small).allreduce([total]).wait()
         return total.to(values.device)
 
     def sum_values(self, key: int, values: torch.Tensor) -> None:
@@ -83,7 +80,7 @@ class Links:
             self._sum_range(key, wide)
             values.copy_(wide)
         else:
-            values.copy_(self._sum(self._bulk, values))
+            values.copy_(self.sum(values, self._bulk))
 
     def _sum_range(self, key: int, values: torch.Tensor) -> None:
         if key not in self._ranges:

@@ -99,12 +99,9 @@ class Peers:
     def receive(self, source: int) -> torch.Tensor:
         """Returns the next tensor that `source` has sent to this device, and waits for it."""
         box = self._in[source]
-        while True:
-            tensor = box.next()
-            if tensor is not None:
-                return tensor
+        while (tensor := box.next()) is None:
             self._wait(source, lambda: box.arrived)
-            box.collect()
+        return tensor
 
     def _posted(self, box: _Outbox, part: torch.Tensor, tensor: torch.Tensor, elements: int) -> bool:
         """Tries again to leave a part, after taking in whatever has arrived: the other side may be waiting for that."""

@@ -223,28 +223,20 @@ class Feedback:
 
     def __init__(self, elements: int, wire: Wire) -> None:
         self._wire = wire
-        self._residual = torch.zeros(elements)
+        self.residual = torch.zeros(elements)  # what is owed after the last accepted step
         self._proposed = torch.zeros(elements)
         self._pending = False
 
-    @property
-    def residual(self) -> Tensor:
-        """What is owed after the last accepted step: save it in a checkpoint, `copy_` into it to resume.
-
-        Ask anew after each `commit`, which puts another tensor in its place.
-        """
-        return self._residual
-
     def encode(self, values: Tensor, out: Tensor) -> None:
         """Code `values` and what is owed into `out`; a proposal that was not committed is replaced."""
-        wire, elements = self._wire, self._residual.numel()
+        wire, elements = self._wire, self.residual.numel()
         assert values.numel() == elements, (values.shape, elements)
         scratch = torch.empty(min(elements, _PIECE))
         self._pending = False
         for start in range(0, elements, _PIECE):
             piece = slice(start, min(start + _PIECE, elements))
             coded = out[wire.encoded_bytes(piece.start) : wire.encoded_bytes(piece.stop)]
-            owed = torch.add(values[piece], self._residual[piece], out=self._proposed[piece])
+            owed = torch.add(values[piece], self.residual[piece], out=self._proposed[piece])
             wire.encode(owed, coded)
             received = scratch[: owed.numel()]
             wire.decode(coded, received)
@@ -254,7 +246,7 @@ class Feedback:
     def commit(self) -> None:
         """The step was accepted: what it lost is what is owed now. Without a proposal, nothing changes."""
         if self._pending:
-            self._residual, self._proposed = self._proposed, self._residual
+            self.residual, self._proposed = self._proposed, self.residual
             self._pending = False
 
     def rollback(self) -> None:

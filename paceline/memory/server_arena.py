@@ -67,11 +67,6 @@ class ServerArena:
         """The chunk's range of a flat buffer, in the chunk's type."""
         return flat[chunk.start : chunk.stop].view(chunk.dtype)
 
-    def slot_of(self, flat: torch.Tensor, number: int) -> torch.Tensor:
-        """A slot of a flat buffer, as elements in a row."""
-        slot = self.layout.slots[number]
-        return flat[slot.offset : slot.offset + slot.bytes].view(slot.dtype)
-
     def replace_gradient(self, replica: int, received: torch.Tensor) -> torch.Tensor | None:
         """Have `received` be what the replica has left; return the memory of the one before, if it was received too."""
         before, self.gradients[replica] = self.gradients[replica], received

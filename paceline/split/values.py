@@ -58,8 +58,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def words(self) -> str:
         """Returns it as the settings of a run show it."""
-        mesh = ",".join(f"{axis}={size}" for axis, size in self.mesh.items())
-        return f"mesh {mesh}, layout {','.join(f'{dim}={axis}' for dim, axis in self.layout.items())}"
+        _, mesh, _, layout = self.flags()
+        return f"mesh {mesh}, layout {layout}"
 
     def flags(self) -> list[str]:
         """What `paceline run` is given to have this cut."""
@@ -78,10 +78,9 @@ class Stages(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     parts_of_batch: ClassVar[None] = None
 
     def __post_init__(self) -> None:
-        if self.stages < 1:
-            raise StrategyError("stages", self.stages, "give a whole number from 1 up")
-        if self.micro_batches < 1:
-            raise StrategyError("micro-batches", self.micro_batches, "give a whole number from 1 up")
+        for field, value in (("stages", self.stages), ("micro-batches", self.micro_batches)):
+            if value < 1:
+                raise StrategyError(field, value, "give a whole number from 1 up")
         if self.schedule not in SCHEDULES:
             known = ", ".join(nearest_first(self.schedule, list(SCHEDULES)))
             raise StrategyError("schedule", self.schedule, f"give one of {known}")

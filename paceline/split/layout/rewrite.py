@@ -16,6 +16,8 @@ from __future__ import annotations
 import inspect
 import math
 import operator
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -196,27 +198,24 @@ class GraphRewriter:
         one here (`_linear`, `_conv` …), and else the same with its result summed."""
         groups = tuple(self._axes.groups[axis] for axis in dict.fromkeys(over))
         on_these_parts = _ON_PARTS.get(op.kind) if target else None
-        if on_these_parts is not None:
-            return self._replaced(node, *on_these_parts(self, node, op, target, groups))
-        found = node
-        for group in groups:
-            with self._graph.inserting_after(found):
-                found = self._behind(found, node, group)
-        return found
-
-    def _behind(self, found: fx.Node, node: fx.Node, group: DeviceGroup) -> fx.Node:
-        summed = self._call(reduced, (found, group))
-        found.replace_all_uses_with(summed, delete_user_cb=lambda user: user is not summed)
-        self._graph_dims.ops[summed] = self._graph_dims.ops[node]
-        return summed
-
-    def _replaced(self, node: fx.Node, function: Any, arguments: tuple[Any, ...]) -> fx.Node:
+        if on_these_parts is None:
+            return self._summed(node, op, groups)
+        function, arguments = on_these_parts(self, node, op, target, groups)
         with self._graph.inserting_before(node):
             made = self._call(function, arguments)
         node.replace_all_uses_with(made)
         self._graph_dims.values[made.name] = self._graph_dims.values[node.name]
         self._graph.erase_node(node)
         return made
+
+    def _summed(self, node: fx.Node, op: Op, groups: Sequence[DeviceGroup]) -> fx.Node:
+        for group in groups:
+            with self._graph.inserting_after(node):
+                total = self._call(reduced, (node, group))
+            node.replace_all_uses_with(total, delete_user_cb=partial(operator.is_not, total))
+            self._graph_dims.ops[total] = op
+            node = total
+        return node
 
     def _own(self, node: fx.Node, name: str) -> fx.Node | None:
         if name not in self._graph_dims.ops[node].parameters:

@@ -38,12 +38,9 @@ def normalized(t: GraphDims, node: fx.Node) -> Op | None:
     module = t.module(node)
     out = [list(dim) for dim in t.of(node.args[0])]
     count = len(module.normalized_shape)  # type: ignore[arg-type]
-    parameters = {}
-    for name in ("weight", "bias"):
-        if dims := t.own(node, name):
-            parameters[name] = dims
-            if not all(join(a, b) for a, b in zip(dims, out[-count:], strict=True)):
-                return None
+    parameters = {name: dims for name in ("weight", "bias") if (dims := t.own(node, name))}
+    if not all(join(a, b) for dims in parameters.values() for a, b in zip(dims, out[-count:], strict=True)):
+        return None
     if count > 1 or not isinstance(module, nn.LayerNorm):
         return Op(out, whole=out[-count:], parameters=parameters)
     return Op(out, parameters=parameters, kind="layer norm")
@@ -60,13 +57,9 @@ def dropout(t: GraphDims, node: fx.Node) -> Op | None:
 def per_channel(t: GraphDims, node: fx.Node) -> Op | None:
     """BatchNorm treats every channel by itself."""
     out = [list(dim) for dim in t.of(node.args[0])]
-    parameters = {}
-    for name in ("weight", "bias", "running_mean", "running_var"):
-        if dims := t.own(node, name):
-            parameters[name] = dims
-            if not join(dims[0], out[1]):
-                return None
-    return Op(out, parameters=parameters)
+    names = ("weight", "bias", "running_mean", "running_var")
+    parameters = {name: dims for name in names if (dims := t.own(node, name))}
+    return Op(out, parameters=parameters) if all(join(dims[0], out[1]) for dims in parameters.values()) else None
 
 
 LATE = frozenset({"bias"})

@@ -283,14 +283,13 @@ class StagesCut(Cut):
 
     def _backward_of_others(self, flight: _Flight) -> None:
         """Goes back from the gradients of what was sent; those of a value that several stages use add up."""
-        edges: list[GradientEdge] = []
-        gradients: list[torch.Tensor] = []
-        for target, sent in sorted(flight.given.items()):
-            if not sent:
-                continue
-            for edge, gradient in zip(sent, receive(self.peers, target)[0], strict=True):
-                if gradient is not None:
-                    edges.append(edge)
-                    gradients.append(gradient)
-        if edges:
+        arrived = [
+            (edge, gradient)
+            for target, sent in sorted(flight.given.items())
+            if sent
+            for edge, gradient in zip(sent, receive(self.peers, target)[0], strict=True)
+            if gradient is not None
+        ]
+        if arrived:
+            edges, gradients = zip(*arrived, strict=True)
             torch.autograd.backward(edges, gradients)

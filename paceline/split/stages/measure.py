@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,7 +116,7 @@ def _look(model: nn.Module, traced: Traced, tensors: Sequence[torch.Tensor]) -> 
                 if version != _versions(values[other]):  # changed in place: together with where it came from
                     forbidden.update(range(position.get(other, 0) + 1, here + 1))
             values[node] = value
-            sizes.append(sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)))
+            sizes.append(sum(leaf.nbytes for leaf in _tensors(value)))
             if not _travels(value):
                 forbidden.update(range(here + 1, until[here] + 1))
     changed = [name for name, buffer in buffers.items() if times_changed(buffer) != versions[name]]
@@ -148,7 +148,7 @@ def _operations(
 
 
 def _versions(value: Any) -> list[int]:
-    return [times_changed(leaf) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [times_changed(leaf) for leaf in _tensors(value)]
 
 
 def _travels(value: Any) -> bool:
@@ -163,9 +163,8 @@ def _travels(value: Any) -> bool:
 def _compare(model: nn.Module, expected: Any, found: Any) -> None:
     """Refuses a model whose list of operations does not give what the model gives: torch.fx does not notice
     everything."""
-    pairs = list(zip(_tensors(expected), _tensors(found), strict=False))
-    same = len(_tensors(expected)) == len(_tensors(found)) and all(_close(one, other) for one, other in pairs)
-    if not same:
+    ones, others = _tensors(expected), _tensors(found)
+    if len(ones) != len(others) or not all(map(_close, ones, others)):
         raise ModelError(
             "model",
             type(model).__name__,
@@ -226,13 +225,10 @@ def _one(model: nn.Module, node: fx.Node, values: dict[fx.Node, Any]) -> tuple[A
 
 def _begins(model: nn.Module, node: fx.Node, values: Mapping[fx.Node, Any]) -> list[torch.Tensor]:
     """Returns the tensors at which an operation's backward ends: its inputs and parameters."""
-    found: Iterable[torch.Tensor] = [
-        leaf for source in node.all_input_nodes for leaf in _tensors(values[source]) if leaf.requires_grad
-    ]
+    found = [leaf for source in node.all_input_nodes for leaf in _tensors(values[source])]
     if node.op == "call_module":
-        module = model.get_submodule(str(node.target))
-        found = [*found, *(parameter for parameter in module.parameters() if parameter.requires_grad)]
-    return list(found)
+        found += model.get_submodule(str(node.target)).parameters()
+    return [tensor for tensor in found if tensor.requires_grad]
 
 
 def _apart(leaf: Any) -> Any:

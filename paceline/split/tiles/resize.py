@@ -97,11 +97,10 @@ def interpolate(
         x = of.take(x, dim, of_axis.need[axis.index][0], *axis.own(outputs[dim - 2]))
     others = [i for i in range(spatial) if 2 + i not in input.dims]
     if others:
-        if size is None:
-            exact = [factors[i] if 2 + i not in input.dims else 1.0 for i in range(spatial)]
-            how: dict[str, Any] = {"scale_factor": exact} if not recompute_scale_factor else {}
         if size is not None or recompute_scale_factor:
-            how = {"size": [outputs[i] if 2 + i not in input.dims else x.size(2 + i) for i in range(spatial)]}
+            how: dict[str, Any] = {"size": [outputs[i] if i in others else x.size(2 + i) for i in range(spatial)]}
+        else:
+            how = {"scale_factor": [factors[i] if i in others else 1.0 for i in range(spatial)]}
         x = F.interpolate(x, mode=mode, align_corners=align_corners, **how)
     return Tile(x, input.dims, tuple(outputs[dim - 2] for dim in input.dims), tiled)
 
