@@ -72,8 +72,8 @@ _WHERE = {
     "tree_unflatten": (_TREES, "tree_unflatten"),
     # What `torch.no_grad` comes to in a traced graph: a function that is called there by itself.
     "set_grad_mode": ("torch._C", "_set_grad_enabled"),
-    # Of tiles: a tensor that has a size and no values, and inside of which context its class counts for nothing. Both
-    # are in torch's own guide to tensor subclasses.
+    # Of tiles: a tensor that has a size and no values, and the context inside of which its class counts for nothing.
+    # Both are in torch's own guide to tensor subclasses.
     "empty_tensor": ("torch", "Tensor._make_wrapper_subclass"),
     "PlainTensors": ("torch._C", "DisableTorchFunctionSubclass"),
     # Of the wavefront: oneDNN's products with a matrix that is packed once. `can_pack` says whether they are there.
@@ -192,7 +192,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def buffer_tables(model: nn.Module) -> list[dict[str, torch.Tensor | None]]:
-    """Where the modules of a model keep their buffers: to look there costs a step less than to ask for all anew."""
+    """Where the modules of a model keep their buffers: a step that looks there need not go through all modules."""
     return [module._buffers for module in model.modules()]
 
 
@@ -212,7 +212,7 @@ def mark_stepped(optimizer: Optimizer) -> None:
 
 
 def times_changed(tensor: torch.Tensor) -> int:
-    """How often the memory of a tensor was changed in place: what autograd compares before it uses what it kept."""
+    """How often a tensor was changed in place: what autograd compares before it uses what it kept."""
     return tensor._version
 
 

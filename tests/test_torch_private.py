@@ -18,6 +18,7 @@ from paceline import torch_private
 from paceline.errors import PacelineError
 from paceline.optim import linear_gradients
 from paceline.optim.gradients import GradientCollector, IntoBuffer
+from paceline.split.wavefront.packed_matrix import PackedMatrix
 from tests.conftest import Start
 
 PACKAGE = Path(paceline.__file__).parent
@@ -103,6 +104,17 @@ def test_a_name_that_torch_does_not_have_is_said_in_a_sentence(monkeypatch: pyte
     monkeypatch.setitem(torch_private._WHERE, "tree_prune", ("torch.utils._pytree", "tree_prune"))
     with pytest.raises(PacelineError, match=r"^torch 9.9.0 has no torch.utils._pytree.tree_prune: use torch 2"):
         torch_private.tree_prune  # noqa: B018
+
+
+def test_products_are_torchs_where_there_is_no_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x, other = torch.randn(8, 6), torch.randn(4, 6), torch.randn(4, 8)
+    packed = PackedMatrix(weight, rows=4)
+    assert torch_private.can_pack()
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(torch_private, "pack_matrix", None)
+    plain = PackedMatrix(weight, rows=4)
+    torch.testing.assert_close(packed.times(x), plain.times(x))
+    torch.testing.assert_close(packed.times_plus(x, other), plain.times_plus(x, other))
 
 
 # ── linear layers that write their gradient in place ────────────────────────────────────────────────────────────
