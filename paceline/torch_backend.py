@@ -14,11 +14,13 @@ from torch import distributed as dist
 
 from paceline.machine import check_shared_words
 from paceline.torch_group.process_group import NAME, SharedMemoryGroup
+from paceline.torch_private import leave_unrecorded
 
 
 def register() -> str:
     """Make the backend known to torch.distributed, for tensors on the CPU; its name, "paceline". May be repeated."""
     check_shared_words("the backend paceline cannot be used")
+    leave_unrecorded(NAME)
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, SharedMemoryGroup, devices=["cpu"])
     return NAME

@@ -235,6 +235,15 @@ def nccl_group(store: Any, rank: int, count: int, timeout: timedelta) -> Any:
     return nccl(store, rank, count, options)
 
 
+def leave_unrecorded(backend: str) -> None:
+    """Have torch's flight recorder (2.15 and later) pass over groups of this backend, as over those that record
+    themselves: it asks a group for its name in C++, which a group in Python cannot answer. Before, there is none."""
+    from torch.distributed import distributed_c10d
+
+    recording: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    recording.add(backend)
+
+
 def after_backward(act: Callable[[], None]) -> None:
     """Have `act` called at the end of the backward that is running; DDP does it so. There is no public name for it."""
     import torch

@@ -78,6 +78,6 @@ def _tried(kind: Any, dtype: torch.dtype) -> Reduction | None:
     one = torch.ones(1).to(dtype)
     try:
         Reduction(kind, dtype, 0.5 if kind == ReduceOp.PREMUL_SUM else None)([one, one], torch.empty_like(one))
-    except RuntimeError:
+    except (RuntimeError, TypeError):  # which of the two depends on torch's version
         return None
     return Reduction(kind, dtype)
