@@ -135,6 +135,7 @@ class Phase(enum.IntEnum):
     BETWEEN = 11  # in the user's own code between two ops
     AWAITING_ADMISSION = 12
     AWAITING_HOSTS = 13
+    AWAITING_EVALUATION = 14
     AWAITING_WORK = 15  # from the chief of a centralized run
     AWAITING_SERVERS = 16
     AWAITING_DEVICES = 17  # of the same replica, whose model is cut
