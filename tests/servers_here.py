@@ -48,6 +48,20 @@ class Running:
         self._listener.close()
 
 
+def last_words(connection: socket.socket, sent: bytes) -> None:
+    """Say that and no more, and wait for the other side to close; for ever is an error."""
+    connection.settimeout(15)
+    try:
+        connection.sendall(sent)
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(1 << 16):
+            pass
+    except TimeoutError:
+        raise
+    except OSError:
+        pass  # it has closed already
+
+
 @contextlib.contextmanager
 def running(keys: Keys | None = None) -> Iterator[Running]:
     with contextlib.closing(Running(keys)) as found:

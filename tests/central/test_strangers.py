@@ -19,7 +19,7 @@ from conftest import Run, Start
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from raw_frames import PROTOCOL, prelude, raw_frame
-from servers_here import TOKEN, Running, running, write_token
+from servers_here import TOKEN, Running, last_words, running, write_token
 from torch import nn
 
 from paceline import __version__
@@ -496,11 +496,7 @@ class FuzzSession:
 
     def ask(self, header: bytes, body: bytes) -> Any:
         """The reply, or None if the connection was closed; any longer than a few seconds is too long."""
-        if self._channel is None:
-            self._channel = Channel(self._server.connect(), replies.REPLIES)
-            self._channel.trusted = True
-            challenge = self._exchange(hello())
-            self._exchange(request(requests.Proof(proof=proof_of(TOKEN, challenge.nonce))))
+        self._connect()
         try:
             return self._exchange(raw_frame(header, body))
         except PacelineError as error:
@@ -509,11 +505,23 @@ class FuzzSession:
             self.close()
             return None
 
+    def end_with(self, sent: bytes) -> None:
+        """The last that is said on this connection, which may be anything; wait for its end."""
+        last_words(self._connect(), sent)
+        self.close()
+
+    def _connect(self) -> socket.socket:
+        if self._channel is None:
+            self._channel = Channel(self._server.connect(), replies.REPLIES)
+            self._channel.trusted = True
+            challenge = self._exchange(hello())
+            self._exchange(request(requests.Proof(proof=proof_of(TOKEN, challenge.nonce))))
+        return self._channel._connection
+
     def _exchange(self, sent: bytes) -> Any:
         assert self._channel is not None
-        connection = self._channel._connection
         with contextlib.suppress(ConnectionError):
-            connection.sendall(sent)
+            self._channel._connection.sendall(sent)
         reply, _ = self._channel.receive(15)
         self._channel.skip_body(15)
         return reply
