@@ -329,12 +329,12 @@ def tune(connection: socket.socket) -> None:
 
 
 def printable(text: str) -> str:
-    """What a stranger has said, as it can be shown on a terminal.
+    """Return what somebody else has said as one line for a terminal.
 
-    >>> printable("version \x1b[31m9")
-    'version ?[31m9'
+    >>> printable("version \\x1b[31m9")
+    'version \\\\x1b[31m9'
     """
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def _front(header: bytes, body_bytes: int) -> bytes:

@@ -20,7 +20,7 @@ from paceline.central.durability.snapshot import save, waiting
 from paceline.errors import PacelineError
 from paceline.rules import Async
 
-HEAD = struct.Struct("<4sQQIQII")  # of a record, written down once more: the file format is a promise
+HEAD = struct.Struct("<4sQQIQQQ")  # of a record, written down once more: the file format is a promise
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ STRANGERS: dict[str, tuple[bytes, str]] = {
     "no proof": (hello() + request(requests.Proof(proof=b"")), "the token is not this server's"),
     "a request instead of a proof": (hello() + request(requests.Containers()), "is not a proof"),
     "another version of Paceline": (hello(version="0.0.1"), f"this server runs Paceline {__version__}"),
-    "a version for the terminal": (hello(version="9\x1b[2J\n"), "and the client 9?[2J?: use"),
+    "a version for the terminal": (hello(version="9\x1b[2J\n"), r"and the client 9\x1b[2J\n: use"),
     "another version of the protocol": (raw_frame(b"", version=PROTOCOL + 1), "speaks version 3 of the protocol"),
     "garbage": (os.urandom(64), "not a frame of this protocol"),
     "a browser": (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "not a frame of this protocol"),

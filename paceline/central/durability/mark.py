@@ -1,6 +1,6 @@
 """What a journal must have: a few bytes beside its files, written after them and before anything is acknowledged.
 
-    │ magic │ journal │ newest snapshot │ last record │ crc │
+    │ magic │ journal │ newest snapshot │ last record │ checksum │
 
 A log alone cannot tell whether it once was longer. A process that is killed leaves a record that is not whole, or one
 that is whole and was never acknowledged: both come after what the mark says. If the files end before that, somebody has
@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import os
 import struct
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
+
+import xxhash
 
 from paceline.central.durability.record_file import ADVICE
 from paceline.errors import CheckpointError
 
 MARK = "mark"
 
-_FORM = struct.Struct("<4sQQQI")
+_FORM = struct.Struct("<4sQQQQ")
 _MAGIC = b"PLM1"
 
 
@@ -42,14 +43,14 @@ class Mark:
             return None
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read ({error.strerror}); {ADVICE}") from error
-        if len(content) != _FORM.size or _FORM.unpack(content)[-1] != zlib.crc32(content[:-4]):
+        if len(content) != _FORM.size or _FORM.unpack(content)[-1] != xxhash.xxh3_64_intdigest(content[:-8]):
             raise CheckpointError(f"{path} is damaged: its checksum is not that of its content; {ADVICE}")
         return cls(*_FORM.unpack(content)[1:-1])
 
     @property
     def _bytes(self) -> bytes:
-        content = _FORM.pack(_MAGIC, self.journal, self.snapshot, self.record, 0)[:-4]
-        return content + struct.pack("<I", zlib.crc32(content))
+        content = _FORM.pack(_MAGIC, self.journal, self.snapshot, self.record, 0)[:-8]
+        return content + struct.pack("<Q", xxhash.xxh3_64_intdigest(content))
 
     def create(self, folder: Path) -> int:
         """Write it for the first time, and return a descriptor of it."""

@@ -1,6 +1,6 @@
 """Records in files: sealed, so that whoever reads them finds what was written, or finds out that it is not that.
 
-    │ magic │ journal │ number │ bytes of message │ bytes of body │ crc of both │ crc of this head │ message │ body … │
+    │ magic │ journal │ number │ bytes of message │ bytes of body │ checksum of both │ of this head │ message │ body … │
 
 `journal` is a number by chance, the same in all files of one journal: what is of another server, or of a container that
 had the same name, does not fit. `number` goes up by one from record to record, over all logs of a journal: what was
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import struct
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,18 +18,20 @@ from typing import Any
 
 import msgspec
 import torch
+import xxhash
 
 from paceline.central.messages.notes import Snapshot
 from paceline.central.messages.records import AnyRecord, Body
 from paceline.central.messages.tensor_bytes import bytes_of, empty_tensors
 from paceline.errors import CheckpointError, PacelineError
+from paceline.net.frames import printable
 
 ADVICE = "put the file back as it was, or remove its folder and go on from a checkpoint"
 
-_HEAD = struct.Struct("<4sQQIQII")
+_HEAD = struct.Struct("<4sQQIQQQ")
 _MAGIC = b"PLJ2"
 _PLACE = struct.Struct("<QQ")  # of a head: journal and number, known last
-_CRC = struct.Struct("<I")  # of a head, at its end
+_CHECKSUM = struct.Struct("<Q")  # of a head, at its end
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Head:
     number: int
     message_bytes: int
     body_bytes: int
-    crc: int
+    checksum: int  # of message and body
     start: int  # of the message, in the file
 
     @property
@@ -55,10 +56,11 @@ class Head:
 def sealed(record: AnyRecord | Snapshot, body: Sequence[memoryview]) -> list[memoryview]:
     """Return a record as it is in the file, but for its place there, which `place` fills in."""
     message = msgspec.msgpack.encode(record)
-    crc, size = zlib.crc32(message), 0
+    total, size = xxhash.xxh3_64(message), 0
     for part in body:
-        crc, size = zlib.crc32(part, crc), size + part.nbytes
-    first = bytearray(_HEAD.pack(_MAGIC, 0, 0, len(message), size, crc, 0)) + message
+        total.update(part)
+        size += part.nbytes
+    first = bytearray(_HEAD.pack(_MAGIC, 0, 0, len(message), size, total.intdigest(), 0)) + message
     return [memoryview(first), *body]
 
 
@@ -66,7 +68,7 @@ def place(parts: Sequence[memoryview], journal: int, number: int) -> None:
     """Give a sealed record its number in a journal."""
     head = parts[0][: _HEAD.size]
     _PLACE.pack_into(head, len(_MAGIC), journal, number)
-    _CRC.pack_into(head, _HEAD.size - _CRC.size, zlib.crc32(head[: -_CRC.size]))
+    _CHECKSUM.pack_into(head, _HEAD.size - _CHECKSUM.size, xxhash.xxh3_64_intdigest(head[: -_CHECKSUM.size]))
 
 
 def write_all(file: int, parts: Sequence[memoryview], offset: int) -> int:
@@ -100,7 +102,7 @@ def read_log(
             room = bytearray(length)  # not for every record: fresh memory costs more than reading
         content = memoryview(room)[:length]
         _read_exactly(path, log, content, head.start)
-        if zlib.crc32(content) != head.crc:
+        if xxhash.xxh3_64_intdigest(content) != head.checksum:
             raise damaged(path, offset, "its checksum is not that of its content")
         record = _decoded(path, content[: head.message_bytes], AnyRecord, offset)
         offset, number = head.end, number + 1
@@ -125,12 +127,13 @@ def read_snapshot(path: Path, journal: int) -> tuple[dict[str, torch.Tensor], Sn
             tensors = empty_tensors(snapshot.entries, head.body_bytes)
         except PacelineError as error:
             raise damaged(path, 0, str(error)) from error
-        crc, offset = zlib.crc32(message), head.start + head.message_bytes
+        total, offset = xxhash.xxh3_64(message), head.start + head.message_bytes
         for tensor in tensors.values():
             content = bytes_of(tensor)
             _read_exactly(path, descriptor, content, offset)
-            crc, offset = zlib.crc32(content, crc), offset + content.nbytes
-        if crc != head.crc:
+            total.update(content)
+            offset += content.nbytes
+        if total.intdigest() != head.checksum:
             raise damaged(path, 0, "its checksum is not that of its content")
         return tensors, snapshot, head.number
 
@@ -139,23 +142,14 @@ def damaged(path: Path, offset: int, what: str) -> CheckpointError:
     return CheckpointError(f"{path} is damaged at byte {offset}: {printable(what)}; {ADVICE}")
 
 
-def printable(text: str) -> str:
-    """Return words about a file's content as one line: that may be anything.
-
-    >>> printable("no field `membe\\ns`")
-    'no field `membe\\\\ns`'
-    """
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
-
-
 def _read_head(path: Path, file: int, offset: int, size: int) -> Head | None:
     if size - offset < _HEAD.size:
         return None
     content = os.pread(file, _HEAD.size, offset)
-    magic, journal, number, message_bytes, body_bytes, crc, head_crc = _HEAD.unpack(content)
-    if magic != _MAGIC or head_crc != zlib.crc32(content[: -_CRC.size]):
+    magic, journal, number, message_bytes, body_bytes, checksum, of_head = _HEAD.unpack(content)
+    if magic != _MAGIC or of_head != xxhash.xxh3_64_intdigest(content[: -_CHECKSUM.size]):
         raise damaged(path, offset, "no record begins there")
-    return Head(journal, number, message_bytes, body_bytes, crc, offset + _HEAD.size)
+    return Head(journal, number, message_bytes, body_bytes, checksum, offset + _HEAD.size)
 
 
 def _check_place(path: Path, head: Head, journal: int, number: int | None, offset: int) -> None:

@@ -25,7 +25,7 @@ from paceline.central.container.container import Container
 from paceline.central.container.training import ContainerTraining, Share
 from paceline.central.durability.log_journal import LogJournal
 from paceline.central.durability.peer_journal import NOTE, Connect, KeptBy, PeerJournal, Say
-from paceline.central.durability.record_file import ADVICE, printable
+from paceline.central.durability.record_file import ADVICE
 from paceline.central.durability.snapshot import again, load, save
 from paceline.central.messages.connection import Connection
 from paceline.central.messages.notes import ShareNotes
@@ -33,6 +33,7 @@ from paceline.central.messages.replies import Kept, Missing
 from paceline.central.messages.requests import Fetch
 from paceline.central.messages.tensor_bytes import named_tensors
 from paceline.errors import CheckpointError, PacelineError
+from paceline.net.frames import printable
 
 LOG, REPLICA = "log", "replica"  # durabilities
 
