@@ -10,6 +10,7 @@ Paceline's own lines go to stderr; stdout is the script's.
 from __future__ import annotations
 
 import collections
+import re
 import statistics
 import sys
 import time
@@ -30,6 +31,12 @@ PLAIN_EVERY_S = 5.0
 DRAW_EVERY_S = 0.25
 DOING = 20  # letters of what a replica does
 PROMPTS = (b"(Pdb) ", b"ipdb> ", b">>> ", b"... ")  # of a debugger that waits for its user
+MOST_UNFINISHED = 1 << 16  # bytes of a line
+OVERDRAWN = re.compile(r"\r+$|^.*\r(?=[^\r\n])", re.MULTILINE)  # all but the last state of a bar that draws over itself
+# Escape sequences other than colours, and control characters other than tabs and ends of lines.
+NOT_COLOUR = re.compile(
+    r"\x1b(?:\[[0-?]*[ -/]*[@-ln-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[^\[\]])|[\0-\x08\x0b-\x1a\x1c-\x1f\x7f]"
+)
 
 
 # ── what there is to show ────────────────────────────────────────────────────────────────────────────────────
@@ -236,21 +243,26 @@ class LiveDisplay:
         if self._prompting:
             self._prompting = False
             self._live.start()
-        *lines, self._unfinished[error] = (self._unfinished[error] + data).split(b"\n")
-        self._print(lines)
+        lines, newline, rest = (self._unfinished[error] + data).rpartition(b"\n")
+        if len(rest) > MOST_UNFINISHED:
+            lines, newline, rest = lines + newline + rest, b"\n", b""
+        self._unfinished[error] = rest
+        self._print(lines + newline)
         if self._unfinished[error].endswith(PROMPTS):  # the table makes room for what is typed
             self._prompting = True
             self._live.stop()
             self._outputs.err.write(self._unfinished[error])
             self._unfinished[error] = b""
 
-    def _print(self, lines: Sequence[bytes]) -> None:
-        from rich.text import Text
+    def _print(self, lines: bytes) -> None:
+        """Put them above the table as they are, but for what would move the cursor: rich takes a second for what a
+        script can print in a millisecond."""
+        from rich.segment import Segment, Segments
 
-        # Of a progress bar that draws over itself, its last state.
-        states = [line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace") for line in lines]
-        if states:
-            self._console.print(Text.from_ansi("\n".join(states)), soft_wrap=True)
+        text = OVERDRAWN.sub("", lines.decode(errors="replace"))
+        text = NOT_COLOUR.sub("", text) + "\x1b[0m" * ("\x1b" in text)
+        if text:
+            self._console.print(Segments([Segment(text)]), soft_wrap=True)
 
     def show(self, progress: Progress) -> None:
         now = time.monotonic()
@@ -259,7 +271,7 @@ class LiveDisplay:
             self._live.update(draw(self._title, progress), refresh=True)
 
     def close(self) -> None:
-        self._print([line for line in self._unfinished.values() if line])
+        self._print(b"".join(line + b"\n" for line in self._unfinished.values() if line))
         self._live.stop()
         self._outputs.close()
 

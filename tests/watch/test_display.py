@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from paceline.exchange.board import Board, HostWord, Phase, Word
-from paceline.watch.display import Meter, PlainDisplay, Progress, ReplicaTimes, choose_display, draw
+from paceline.watch.display import LiveDisplay, Meter, PlainDisplay, Progress, ReplicaTimes, choose_display, draw
 
 
 def drawn(progress: Progress, width: int = 120) -> str:
@@ -152,6 +152,21 @@ def test_the_live_table_has_a_row_for_each_replica() -> None:
         ["0", "computing", "60.0", "ms", "30.0", "ms", "10.0", "ms", "40%"],
         ["1", "computing", "120.0", "ms", "30.0", "ms", "10.0", "ms", "25%"],
     ]
+
+
+def test_a_script_that_prints_much_is_shown_above_the_table_in_no_time(capfd: pytest.CaptureFixture[str]) -> None:
+    display = LiveDisplay("train.py")
+    began = time.monotonic()
+    for _ in range(8):
+        display.pass_on(b"short\n" * 8192, error=True)
+    taken_s = time.monotonic() - began
+    display.pass_on(b"10%\r20%\r\r\n\x1b[2K\x1b[1Aup \x1b[31mred\n\tmore", error=True)
+    display.close()
+    shown = capfd.readouterr().err
+    assert taken_s < 1, "nobody listens to signals meanwhile"
+    assert shown.count("short\n") == 8 * 8192
+    assert "20%\nup \x1b[31mred\n\x1b[0m" in shown, "the last state of a bar; colours, but no cursor that moves"
+    assert "\tmore\n" in shown
 
 
 def test_many_replicas_are_folded_and_the_slowest_is_named() -> None:
