@@ -11,7 +11,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -42,6 +42,8 @@ from paceline.optim.gradients import GradientCollector
 from paceline.optim.models import group_sizes, grouped_parameters, own_state, refuse_added_parameters
 
 __all__ = ["Client", "ServerAddresses"]
+
+Found = TypeVar("Found")
 
 
 STILL_GOOD_S = 0.05  # so long a ticket that has come with an answer is not asked for again
@@ -181,7 +183,7 @@ class Client:
             view.connection.call(requests.Containers(), replies.Listed)  # connects, and is introduced
             assert view.opened is not None
             if view.opened.arena is not None:
-                view.arena = self._attach(view)
+                view.arena = self._found_alive(view, partial(self._attach, view))
                 view.gradients = view.arena.gradients[self.replica]
             else:
                 view.use_own_memory(self._wire)
@@ -194,17 +196,21 @@ class Client:
         self.step = first.step
         if first.reopened:
             initial.take_what_is_not_trained(self._to_chief)
-        for number in range(len(self._views)):
-            self.rows.attach(number)
+        for number, view in enumerate(self._views):
+            self._found_alive(view, partial(self.rows.attach, number))
         self.rows.connect([self._connection(number, f"server {number}") for number in range(len(self._views))])
 
     def _attach(self, view: ServerView) -> ServerArena:
+        assert view.opened is not None
+        assert view.opened.arena is not None
+        return ServerArena(Arena.attach(*view.opened.arena), view.layout, self._settings.replicas)
+
+    def _found_alive(self, view: ServerView, attach: Callable[[], Found]) -> Found:
+        """Return what `attach` finds in a server's memory. One that has died since is asked once more where it is."""
         while True:
             opened = view.opened
-            assert opened is not None
-            assert opened.arena is not None
             try:
-                return ServerArena(Arena.attach(*opened.arena), view.layout, self._settings.replicas)
+                return attach()
             except ArenaError:
                 view.connection.call(requests.Containers(), replies.Listed)
                 if view.opened is opened:
@@ -218,7 +224,7 @@ class Client:
             return
         with self._moving:
             try:
-                new = ServerArena(Arena.attach(*view.opened.arena), view.layout, self._settings.replicas)
+                new = self._attach(view)
                 if view.tables:
                     self.rows.attach(number)
             except ArenaError as error:
