@@ -66,7 +66,8 @@ def reduction(op: Any, tensors: Sequence[torch.Tensor]) -> Reduction:
         raise CallError(
             f"ReduceOp.{name} was given a tensor of {dtype}, for which it does not exist: convert the tensor"
         )
-    factor = getattr(op, "factor", None) if kind == ReduceOp.PREMUL_SUM else None
+    # What it would be pickled as: torch 2.9 has no other way to ask for the factor.
+    factor = op.__getstate__()[1] if kind == ReduceOp.PREMUL_SUM else None
     return found if factor is None else Reduction(kind, dtype, factor)
 
 
