@@ -196,7 +196,10 @@ def several_at_once(rank: int, ranks: int) -> None:
         functional.all_gather_tensor(of(rank, 2, 2), 1, dist.group.WORLD), torch.cat([of(r, 2, 2) for r in range(3)], 1)
     )
     total = torch.stack([of(other, 6) for other in range(ranks)]).sum(0)
-    same(functional.reduce_scatter_single(of(rank, 6), "sum", 0, dist.group.WORLD), total[2 * rank : 2 * rank + 2])
+    # The name it has now, and the one it had in earlier versions of torch.
+    name = "reduce_scatter_single" if hasattr(functional, "reduce_scatter_single") else "reduce_scatter_tensor"
+    own_part = getattr(functional, name)(of(rank, 6), "sum", 0, dist.group.WORLD)
+    same(own_part, total[2 * rank : 2 * rank + 2])
     same(functional.broadcast(of(rank, 6), 1, dist.group.WORLD), of(1, 6))
 
 
