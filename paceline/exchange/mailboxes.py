@@ -65,20 +65,16 @@ class Peers:
 
         def one_try(members: Members) -> None:
             board.work_on(members, Kind.BUILD, Phase.STARTING)
-            if members.first == process:
-                found.append(Arena.of(segment.make("mailboxes", replicas * count * count * BOX_BYTES)))
-            else:
-                board.wait(
-                    process, Phase.AWAITING_ARENA, lambda: board.arena_holder(number) is not None, together.timeout_s
-                )
-                held = board.arena_holder(number)
-                assert held is not None
-                found.append(Arena.attach(held[1], held[2]))
-            board.hold_arena(process, number, found[-1].descriptor)
+            if not found:  # else a try before this one has it, and others may have opened that
+                if members.first == process and board.arena_holder(number) is None:
+                    found.append(Arena.of(segment.make("mailboxes", replicas * count * count * BOX_BYTES)))
+                else:
+                    found.append(together.attach(*together.await_arena(number, members.first)))
+                board.hold_arena(process, number, found[0].descriptor)
             together.arrive(members, Phase.AWAITING_ARENA)
 
         together.attempt(one_try)
-        return cls(found[-1], board, process, process % count, count, together.timeout_s)
+        return cls(found[0], board, process, process % count, count, together.timeout_s)
 
     def _box(self, source: int, target: int) -> int:
         return ((self._first + source) * self.count + target) * BOX_BYTES

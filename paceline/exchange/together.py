@@ -85,6 +85,24 @@ class Together:
         self.attempt(one_try)
         self.board.enter(self.replica, Phase.BETWEEN)
 
+    def await_arena(self, number: int, maker: int) -> tuple[int, int, int]:
+        """Returns who holds that arena, as `attach` takes it: a living replica, or `maker`, which is about to make it;
+        `MemberLost` if that one has died."""
+
+        def ready() -> bool:
+            alive = self.board.alive(maker)
+            if self.board.arena_holder(number) is not None:
+                return True
+            if not alive:
+                raise MemberLost
+            return False
+
+        self.board.wait(self.replica, Phase.AWAITING_ARENA, ready, self.timeout_s)
+        held = self.board.arena_holder(number)
+        if held is None:
+            raise MemberLost
+        return held
+
     def attach(self, holder: int, process: int, descriptor: int) -> Arena:
         """The arena that replica `holder`, which is this process, holds open as `descriptor`; `MemberLost` if it has
         died meanwhile."""

@@ -88,28 +88,14 @@ class SharedModel(ModelInArena):
 
     def _attach(self, number: int, maker: int, *, compare: bool) -> None:
         """Take part in the arena that a living replica holds, or that `maker` is about to make."""
-        board = self._together.board
-
-        def ready() -> bool:
-            alive = board.alive(maker)
-            if board.arena_holder(number) is not None:
-                return True
-            if not alive:
-                raise MemberLost
-            return False
-
-        board.wait(self._replica, Phase.AWAITING_ARENA, ready, self._together.timeout_s)
-        held = board.arena_holder(number)
-        if held is None:
-            raise MemberLost
-        holder, process, descriptor = held
-        arena = self._together.attach(holder, process, descriptor)
+        held = self._together.await_arena(number, maker)
+        holder, arena = held[0], self._together.attach(*held)
         _compare_descriptions(self.layout.describe(), ModelArena.described(arena), self._replica, holder)
         self.arena = ModelArena(arena, self.layout, self._sizes)
         if compare:
             self.compare_values(f"{self._replica}", f"replica {holder}")
         self.point_to_arena()
-        board.hold_arena(self._replica, number, arena.descriptor)
+        self._together.board.hold_arena(self._replica, number, arena.descriptor)
 
     def compare_hosts(self, total: Callable[[torch.Tensor], torch.Tensor], hosts: int) -> None:
         """All hosts must start from the same parameters, bit by bit; `total` is the sum over all of them."""

@@ -99,7 +99,7 @@ class CentralizedEngine:
             incarnation=incarnation,
             wire_name=strategy.wire,
             share_memory=strategy.exchange != "tcp",
-            ended=self._ended if strategy.split is None and not strategy.in_graph else None,
+            ended=None if strategy.in_graph else partial(self._ended, strategy.devices),
         )
         self.client = self._open(model, optimizer, replica=place.replica)
         self._worker = ClientWorker(self.client)
@@ -111,14 +111,15 @@ class CentralizedEngine:
         self._sync = True
         self.enter(Phase.BETWEEN)
 
-    def _ended(self) -> list[tuple[int, int]]:
-        """Returns the replicas of this host whose processes have ended, as the supervisor has declared them."""
+    def _ended(self, devices: int) -> list[tuple[int, int]]:
+        """Returns the replicas of this host whose processes have ended, as the supervisor has declared them; of a cut
+        one its first device's."""
         board = self._board
         if board is None:
             return []
         first = board.host_get(HostWord.FIRST_REPLICA)
-        incarnations = ((row, board.get(row, Word.INCARNATION)) for row in range(board.replicas))
-        return [(first + row, number - 1) for row, number in incarnations if number % 2 == 0]
+        incarnations = ((row, board.get(row, Word.INCARNATION)) for row in range(0, board.replicas, devices))
+        return [((first + row) // devices, number - 1) for row, number in incarnations if number % 2 == 0]
 
     # ── what can be asked ────────────────────────────────────────────────────────────────────────────────
 
