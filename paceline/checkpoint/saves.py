@@ -120,7 +120,7 @@ def read_model(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
         before = _identity(path)
         try:
             metadata = read_metadata(path)
-            checksums = _contents(path, metadata).model if _VERSION_KEY in metadata else None
+            checksums = _contents(path, metadata).model if _is_ours(metadata) else None
             return read_tensors(path, checksums)
         except (OSError, CheckpointError) as error:
             if _identity(path) != before:  # a save has replaced it meanwhile
@@ -243,12 +243,12 @@ def _load(path: Path) -> Checkpoint:
 
 def _contents(path: Path, metadata: dict[str, str]) -> _Contents:
     """What the model file at `path` says of its save, if that is undamaged."""
-    if _VERSION_KEY not in metadata:
+    if not _is_ours(metadata):
         raise CheckpointError(
             f"{path} holds a model but no training state: load it with "
             "model.load_state_dict(safetensors.torch.load_file(path)) and start a new run from it"
         )
-    if (version := metadata[_VERSION_KEY]) != _VERSION:
+    if (version := metadata.get(_VERSION_KEY)) != _VERSION:
         raise CheckpointError(f"{path} is a checkpoint of format {version!r}, and this Paceline reads {_VERSION!r}")
     text = metadata.get(_CONTENTS_KEY, "")
     if _checksum(text) != metadata.get(_CHECKSUM_KEY):
@@ -257,6 +257,11 @@ def _contents(path: Path, metadata: dict[str, str]) -> _Contents:
         return msgspec.convert(json.loads(text), _Contents)
     except (ValueError, RecursionError, msgspec.ValidationError) as error:
         raise CheckpointError(f"{path} is damaged: its notes are not as they should be ({error})") from error
+
+
+def _is_ours(metadata: dict[str, str]) -> bool:
+    """Whether a file is of a save, or was before it was damaged: then nothing in it is believed unverified."""
+    return any(key.startswith(_VERSION_KEY) for key in metadata)
 
 
 def _destination(path: str | os.PathLike[str], keep: int) -> Path:

@@ -9,6 +9,9 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.checkpoint import Checkpoint
 from paceline.data.ledger import Count, Ledger, LedgerState
 from paceline.data.script_call import ScriptCall
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, InvalidInput, PacelineError
 from paceline.evaluations import EvaluationResult
 from paceline.torch_private import mark_stepped
 
@@ -54,11 +57,44 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_state(saved: Checkpoint) -> RunState:
-    """Returns the state in a checkpoint, if it is one."""
+    """Returns the state in a checkpoint, if it is one: all of it that can be, is looked at before any of it is used."""
+    with named(saved.path):
+        state = msgspec.convert(saved.notes, RunState)
+        if state.ledger is not None:
+            Ledger.like(state.ledger).load(state.ledger)
+            if state.step != state.steps_before + state.ledger.step:
+                told = f"{state.steps_before} before the chapter in progress and {state.ledger.step} in it"
+                raise CheckpointError(f"it has made {state.step} updates, and {told}")
+        if state.random is not None:
+            random.Random().setstate(_random_state(state.random))
+    return state
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Has whatever goes wrong with a checkpoint's contents say which file that is."""
     try:
-        return msgspec.convert(saved.notes, RunState)
-    except msgspec.ValidationError as error:
-        raise CheckpointError(f"{saved.path} is damaged: its notes are not as they should be ({error})") from error
+        yield
+    except (CheckpointError, InvalidInput, *_UNFIT) as error:
+        told = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
+        if str(path) in told:
+            raise
+        sentence = " ".join(told.split())
+        raise CheckpointError(f"{path} cannot be resumed from: {sentence}") from error
+
+
+_UNFIT = (msgspec.ValidationError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+def _alike(saved: Any, own: Any) -> bool:
+    """Returns whether a saved value is of the kind of the one it is to replace: so far as this run has one."""
+    if own is None or (isinstance(own, (int, float)) and isinstance(saved, (int, float))):
+        return own is None or isinstance(own, bool) == isinstance(saved, bool)
+    if isinstance(own, dict):
+        return isinstance(saved, dict) and all(_alike(saved[key], own[key]) for key in own.keys() & saved.keys())
+    if isinstance(own, (list, tuple)):
+        return isinstance(saved, (list, tuple)) and len(saved) >= len(own) and all(map(_alike, saved, own))
+    return type(saved) is type(own)
 
 
 # ── the optimizer's state ────────────────────────────────────────────────────────────────────────────────────
@@ -100,8 +136,12 @@ def restore_random(state: RunState, tensors: dict[str, torch.Tensor]) -> None:
     if RANDOM_STATE in tensors:
         torch.set_rng_state(tensors[RANDOM_STATE].clone())
     if state.random is not None:
-        version, numbers, gauss = state.random
-        random.setstate((version, tuple(numbers), gauss))
+        random.setstate(_random_state(state.random))
+
+
+def _random_state(saved: tuple[int, list[int], float | None]) -> tuple[int, tuple[int, ...], float | None]:
+    version, numbers, gauss = saved
+    return version, tuple(numbers), gauss
 
 
 # ── options and schedule ─────────────────────────────────────────────────────────────────────────────────────
@@ -126,8 +166,13 @@ def restore_options(optimizer: Optimizer, options: list[dict[str, Any]]) -> None
         for key, value in saved.items():
             if key in ("foreach", "fused", "params"):
                 continue
-            if isinstance(group.get(key), torch.Tensor):
-                group[key].fill_(value)
+            own = group.get(key, 0.0 if key == "initial_lr" else None)
+            if not _alike(value, float(own) if isinstance(own, torch.Tensor) else own):
+                raise CheckpointError(
+                    f"the checkpoint has {value!r} as the optimizer's {key}, and this one has {own!r}"
+                )
+            if isinstance(own, torch.Tensor):
+                own.fill_(value)
             else:
                 group[key] = tuple(value) if isinstance(value, list) else value
 
@@ -166,7 +211,11 @@ class Schedule:
     def load(self, state: dict[str, Any] | None, steps: int) -> None:
         """Goes on after so many updates."""
         if self._scheduler is not None and state is not None:
-            self._scheduler.load_state_dict(_from_plain(state))
+            saved, own = _from_plain(state), self._scheduler.state_dict()
+            unlike = sorted(key for key in saved.keys() & own.keys() if not _alike(saved[key], own[key]))
+            if unlike:
+                raise CheckpointError(f"the checkpoint has {saved[unlike[0]]!r} as the scheduler's {unlike[0]}")
+            self._scheduler.load_state_dict(saved)
         self._told = steps
 
 

@@ -227,8 +227,9 @@ class TrainingLoop:
             return False
         saved = checkpoint.read(path, fall_back=fall_back)
         state = run_state.read_state(saved)
-        self.engine.take_state(saved.model, run_state.unflatten(saved.training, state.numbers), state)
-        self._take(state)
+        with run_state.named(saved.path):
+            self.engine.take_state(saved.model, run_state.unflatten(saved.training, state.numbers), state)
+            self._take(state)
         self._resumed = (state, saved.training)
         return True
 
