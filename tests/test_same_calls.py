@@ -81,3 +81,33 @@ def test_such_a_run_ends_with_that_sentence(way: str, ended: Ended) -> None:
     assert run.code == 1
     assert re.fullmatch(sentence_of(("seed", "7", "8", "call 1 of trainer.batches"), zero, one), run.sentence)
     run.assert_nothing_left()
+
+
+JOINING = """
+import os, signal, time, torch, paceline as pl
+from pathlib import Path
+from torch import nn
+
+place, again = pl.place(), Path("again")
+if place.restarted:
+    again.touch()
+torch.manual_seed(0)
+model, x = nn.Linear(4, 1), torch.randn(400, 4)
+trainer = pl.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).square().mean())
+for batch in trainer.batches(x, 4, epochs=20, seed=int(place.restarted)):
+    trainer.step(batch)
+    if place.rank == 1 and not place.restarted and trainer.steps == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while trainer.steps == 10 and not again.exists():
+        time.sleep(0.01)
+    if trainer.steps > 10:
+        time.sleep(0.005)
+"""
+
+
+def test_a_replica_that_joins_and_draws_otherwise_is_told_so(start: Start) -> None:
+    run = start(JOINING, "--replicas 2 --on-failure restart --max-restarts 1 --timeout 30").end()
+    assert run.code == 1
+    case = ("seed", "0", "1", "call 1 of trainer.batches")
+    assert re.search(sentence_of(case, "replica 0", "replica 1"), run.err), run.err
+    assert "Traceback" not in run.err
