@@ -13,6 +13,7 @@ The backend is chosen by the device: Gloo for CPU memory, NCCL for GPUs.
 
 from __future__ import annotations
 
+import functools
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -182,30 +183,36 @@ def open_store(rendezvous: str, *, serve: bool, timeout_s: float) -> Store:
     address, _, port = rendezvous.rpartition(":")
     address = address.strip("[]")
     try:
+        if serve:
+            _serve(address, int(port))
         store = TCPStore(
-            address,
-            int(port),
-            is_master=serve,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            multi_tenant=True,  # a second trainer of this process uses the same one
-            master_listen_fd=_listen_here(address, int(port)) if serve else None,
+            address, int(port), is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
         )
     except (RuntimeError, dist.DistError) as error:
         raise ReplicaDied(f"nobody answers at {rendezvous} ({_first_line(error)}): start host 0 first") from error
     return PrefixStore("paceline", store)
 
 
+@functools.cache
+def _serve(address: str, port: int) -> Store:
+    """Serves a store, from now on to the end of this process: when one trainer here is done with it, others elsewhere
+    may already have come to it for the next."""
+    listening = _listen_here(address, port)
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening)
+
+
 def _listen_here(address: str, port: int) -> int | None:
     """The descriptor of a listening socket for a store that only this machine has to reach: by itself it would listen
-    on every interface. None for other stores, and where the one of an earlier trainer listens already."""
+    on every interface. None for other stores."""
     if not is_loopback(address):
         return None
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         return socket.create_server((address, port), family=family).detach()
-    except OSError:
-        return None
+    except OSError as error:
+        raise ReplicaDied(
+            f"the store cannot listen at {address}:{port} ({error.strerror}): give another port"
+        ) from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -53,5 +53,7 @@ def test_a_stall_in_which_all_replicas_wait_names_the_servers(
     board.enter(0, Phase.AWAITING_SERVERS)
     board.enter(1, Phase.AWAITING_WORK)
     job = RunJob("train.py", (), Place(row=0, rows=2), servers=1, stall_s=0.0)
-    RegularLook(job, Reporter(job, RunFolder(tmp_path, print), PlainDisplay())).for_stalls(board, {0: None, 1: None})  # type: ignore[dict-item]
+    display = PlainDisplay()
+    RegularLook(job, Reporter(job, RunFolder(tmp_path, print), display)).for_stalls(board, {0: None, 1: None})  # type: ignore[dict-item]
+    display.close()
     assert capfd.readouterr().err.endswith("; waited for: the servers\n")
