@@ -210,7 +210,7 @@ SCRIPT = Path(__file__).with_name("tiles_training.py")
 @pytest.fixture(scope="module")
 def alone(start: Start) -> Callable[[float], Run]:
     """One process, with so much dropout."""
-    runs = {dropout: start(SCRIPT, None, f"--dropout {dropout}") for dropout in (0.0, 0.3)}
+    runs = {dropout: start(SCRIPT, None, f"--double --dropout {dropout}") for dropout in (0.0, 0.3)}
     return lambda dropout: runs[dropout].fine(200)
 
 
@@ -223,15 +223,17 @@ def alone(start: Start) -> Callable[[float], Run]:
 def test_a_run_gives_the_losses_and_the_checkpoint_of_one_process(
     flags: str, dropout: float, start: Start, alone: Callable[[float], Run]
 ) -> None:
-    run, reference = start(SCRIPT, flags, f"--dropout {dropout}").fine(200), alone(dropout)
+    # In float64: in float32 the rounding of one torch or another decides which of two pixels is the highest.
+    run, reference = start(SCRIPT, flags, f"--double --dropout {dropout}").fine(200), alone(dropout)
     for key in ("losses", "before", "after"):
-        assert run.told(key) == pytest.approx(reference.told(key), rel=1e-4), key
+        assert run.told(key) == pytest.approx(reference.told(key), rel=1e-9), key
     assert len(set(run.told("losses"))) == 6
     saved, expected = (load_file(each.folder / "model.safetensors") for each in (run, reference))
-    model = tiles_training.make()
-    model.load_state_dict(saved, strict=True)
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=2e-5, msg=lambda text, name=name: name + text)
+    tiles_training.make().load_state_dict(saved, strict=True)
+    for name, value in saved.items():
+        torch.testing.assert_close(
+            value, expected[name], rtol=1e-9, atol=1e-12, msg=lambda text, name=name: name + text
+        )
     run.assert_nothing_left()
 
 
