@@ -37,6 +37,11 @@ class Reporter:
         if row == self.shown:
             self.display.pass_on(data, error=error)
 
+    def show_another(self, row: int) -> None:
+        """From now on the user sees what this one prints, beginning with a line of its own."""
+        self.shown = row
+        self.display.end_line()
+
     def failure(self, row: int, code: int, step: int, last_errors: str, step_of: dict[int, int]) -> int:
         """Tell of a script that has failed: of the first failure, which is the cause; the run's exit code."""
         first = self.folder.first_failure()

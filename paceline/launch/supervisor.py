@@ -211,7 +211,7 @@ class Supervisor:
             return
         if shown in self._living:
             self._drain(self._living[shown])
-        self._reporter.shown = first
+        self._reporter.show_another(first)
 
     def _on_end(self, replica: ReplicaProcess) -> None:
         row = replica.row

@@ -170,6 +170,9 @@ class Display(Protocol):
     def pass_on(self, data: bytes, *, error: bool) -> None:
         """What the shown replica has printed."""
 
+    def end_line(self) -> None:
+        """What comes next begins with a new line."""
+
     def show(self, progress: Progress) -> None:
         """The latest progress; may be called as often as one likes."""
 
@@ -193,6 +196,9 @@ class PlainDisplay:
 
     def pass_on(self, data: bytes, *, error: bool) -> None:
         (self._outputs.err if error else self._outputs.out).write(data)
+
+    def end_line(self) -> None:
+        self._outputs.end_lines()
 
     def show(self, progress: Progress) -> None:
         now = time.monotonic()
@@ -253,6 +259,12 @@ class LiveDisplay:
             self._live.stop()
             self._outputs.err.write(self._unfinished[error])
             self._unfinished[error] = b""
+
+    def end_line(self) -> None:
+        for error, unfinished in list(self._unfinished.items()):
+            if unfinished:
+                self.pass_on(b"\n", error=error)
+        self._outputs.end_lines()
 
     def _print(self, lines: bytes) -> None:
         """Put them above the table as they are, but for what would move the cursor: rich takes a second for what a

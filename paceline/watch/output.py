@@ -142,6 +142,12 @@ class Outputs:
         """Whether a line is unfinished, or much of what came before still waits."""
         return self.out.mid_line or self.err.mid_line or self.behind
 
+    def end_lines(self) -> None:
+        """What is written next begins with a new line."""
+        for output in (self.out, self.err):
+            if output.mid_line:
+                output.write(b"\n")
+
     def close(self) -> None:
         """Wait until whoever reads has read all of it. A signal ends the wait, and the process."""
         before = 0
