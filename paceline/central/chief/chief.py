@@ -429,8 +429,11 @@ class Chief:
         return msgspec.structs.replace(self.open_books.state(), next_ticket=self._next_ticket, results=results)
 
     def load(self, books: Books) -> None:
-        """Go on from these books; a task that was done before is still done."""
+        """Go on from these books; a task that was done before is still done. What was handed out before is over."""
         self.open_books.load(books)
+        self._tickets.clear()
+        self._reported.clear()
+        self._open = None
         self._next_ticket = max(self._next_ticket, books.next_ticket)
         self._reservations = Reservations(self.book)
         self.tasks.results |= dict(books.results)

@@ -47,6 +47,12 @@ class StepCloser:
         if self._failure is not None:
             raise PacelineError(str(self._failure)) from self._failure
 
+    def fail(self, error: BaseException) -> None:
+        """Nothing more can be done for this container."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
     def begin_run(self, others: Sequence[Connection]) -> None:
         """Another run goes on, which knows the other servers under these addresses."""
         self.options.clear()
@@ -184,9 +190,7 @@ class StepCloser:
         self.close_steps()
 
     def close(self) -> None:
-        with self._changed:
-            self._failure = self._failure or PacelineError(f"container {self._container.name!r} was dropped")
-            self._changed.notify_all()
+        self.fail(PacelineError(f"container {self._container.name!r} was dropped"))
         self._disconnect()
 
     def _disconnect(self) -> None:

@@ -122,8 +122,16 @@ class Server:
             shares = list(self._shares.values())
         for share in shares:
             if share.training is not None:
-                share.training.look_for_missing()
+                self._look_for_missing(share.training)
             share.container.journal.look()
+
+    def _look_for_missing(self, training: ContainerTraining) -> None:
+        """What goes wrong in one container is said to those who train it, and ends nothing else."""
+        try:
+            training.look_for_missing()
+        except Exception as error:
+            self.say(f"container {training.container.name!r} failed:\n{traceback.format_exc()}")
+            training.closer.fail(error)
 
     # ── one connection ───────────────────────────────────────────────────────────────────────────────────
 
