@@ -115,9 +115,7 @@ def check_alike(parts: Sequence[LossPart]) -> None:
             raise differing_kinds(counted=other.counted)
         if other.logged.keys() != first.logged.keys():
             name = sorted(other.logged.keys() ^ first.logged.keys())[0]
-            raise LossError(
-                "loss", f"a dict with {name!r}", "it is not there in another part of the batch, always log it"
-            )
+            raise LossError("loss", f"a dict with {name!r}", "another part of the batch has no such key, always log it")
         for name, part in other.logged.items():
             if (part.count is None) != (first.logged[name].count is None):
                 expected = "it is another kind in another part of the batch, return the same in all"

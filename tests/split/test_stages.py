@@ -82,7 +82,7 @@ def test_a_sum_over_very_unequal_micro_batches_has_the_gradient_of_the_mean_over
     alone = make()
     total, count = loss(alone, (x, mask))
     (total / count).backward()  # type: ignore[no-untyped-call]
-    devices = pipeline(Stages(2, micro_batches=3), make, loss, [(x, mask)])
+    devices = pipeline(Stages(stages=2, micro_batches=3), make, loss, [(x, mask)])
     assert devices[-1].losses == pytest.approx([float(total.detach() / count)], rel=1e-12)
     gradients = summed_gradients(devices)
     for name, parameter in alone.named_parameters():
