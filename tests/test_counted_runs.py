@@ -23,14 +23,17 @@ def parameters(run: Run) -> dict[str, torch.Tensor]:
 
 
 def assert_like(run: Run, alone: Run, rel: float, replicas: int = 1) -> None:
-    for replica in range(replicas):
+    expected, seen = alone.told("losses"), set()
+    for replica in range(replicas):  # with servers one has no part in a batch of two
         losses = run.told("losses", replica)
-        assert len(losses) == 8
-        assert losses == pytest.approx(alone.told("losses"), rel=rel)
+        seen |= set(losses)
+        assert losses == pytest.approx({step: expected[step] for step in losses}, rel=rel)
         assert {step: means["twice"] for step, means in run.told("logged", replica).items()} == pytest.approx(
             {step: 2 * loss for step, loss in losses.items()}, rel=1e-6
         )
         assert run.told("found", replica) == pytest.approx(alone.told("found"), rel=rel)
+    assert seen == set(expected)
+    assert len(seen) == 8
     for name, value in parameters(alone).items():
         torch.testing.assert_close(parameters(run)[name], value, rtol=rel, atol=rel)
 
