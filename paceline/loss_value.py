@@ -8,9 +8,10 @@ size is not the mean of theirs, so what travels from passes, devices and replica
     (sum, count)         the sum, and the count                  Σ total / Σ count
 
 Backward of a scalar begins with its share, and gradients add up to that of the mean. Of a sum nobody knows yet what it
-will be divided by: others count at the same time. So backward begins with the sum over a *unit*, which the replica
-chooses by the first count it sees. That is about its own count, so that gradients are as large as those of a mean, and
-fit into 16 bits; and whoever adds gradients up weighs each of them by unit / Σ count.
+will be divided by: others count at the same time. So backward begins with the sum over a *unit*, and whoever adds
+gradients up weighs each of them by unit / Σ count. A replica on its own chooses its unit by the first count it sees:
+that is about its own count, so that gradients are as large as those of a mean, and fit into 16 bits. Replicas that add
+something up in the middle of backward, as exact BatchNorm does, have one unit in common: the samples of the step.
 
 This module does not import torch: parts also travel to servers.
 """
@@ -142,10 +143,10 @@ def nothing_counted(step: int) -> LossError:
 class SumUnit:
     """By what a replica divides its sums in one step before their backward."""
 
-    def __init__(self, samples: int, whole: int) -> None:
-        """`samples`: of this replica; `whole`: of the step."""
+    def __init__(self, samples: int, whole: int, common: float | None = None) -> None:
+        """`samples`: of this replica; `whole`: of the step; `common`: the unit that all replicas have."""
         self._samples, self._share = samples, samples / whole
-        self._unit = 0.0  # until something was counted
+        self._unit = common or 0.0  # until something was counted
 
     def of(self, count: float, share: float) -> float:
         """Returns it; the first sum is over `count`, of samples that are that share of the step's."""

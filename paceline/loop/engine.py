@@ -64,6 +64,7 @@ class ReplicaWork:
     first: int  # position of the batch's first sample, whoever has it
     whole: int  # samples over which the step's loss is a mean
     seed: int | None  # of the random numbers that are drawn in it; None: they go on as they are
+    unit: float | None = None  # of sums (`loss_value.py`), where all replicas must have the same
     among: tuple[tuple[int, ...], ...] = ()  # by pass: the members of the step that have samples in it
 
     @property

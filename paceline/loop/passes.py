@@ -45,7 +45,7 @@ class Passes:
         one over the whole batch."""
         passes = [number for number, samples in enumerate(work.ranges) if samples]
         check = partial(self._check, where=f"at step {work.step} on replica {worker.replica}")
-        total, unit = NOTHING, SumUnit(work.samples, work.whole)
+        total, unit = NOTHING, SumUnit(work.samples, work.whole, work.unit)
         if not worker.model.training:  # else every module keeps its mode: some may be frozen
             worker.model.train()
         outside = torch.get_rng_state() if work.seed is not None else None

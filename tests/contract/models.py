@@ -239,14 +239,14 @@ def masked_frames() -> Case:
 
 
 def masked_pixels() -> Case:
-    """The same over images, with other weights than whole numbers."""
+    """The same over images, with other weights than whole numbers, and BatchNorm, which couples all samples."""
 
     def loss(model: nn.Module, batch: Data) -> tuple[torch.Tensor, float]:
         images, mask = batch
         weights = mask.double()[:, None, None, :].expand(-1, 1, 12, -1) * 0.37
         return (F.mse_loss(model(images), images[:, :1], reduction="none") * weights).sum(), float(weights.sum())
 
-    layers = nn.Conv2d(3, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, 1, 3, padding=1)
+    layers = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.Tanh(), nn.Conv2d(8, 1, 3, padding=1)
     model = nn.Sequential(*layers).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     return Case(model, optimizer, loss, (_numbers(39, 3, 12, 12).double(), _some(39, 12)), 16, clip_norm=0.05)

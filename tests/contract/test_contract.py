@@ -43,7 +43,7 @@ class Strategy:
 
 
 # With servers replicas do not wait for one another in the middle of a pass: statistics are each one's own.
-BATCHNORM = ("conv_batchnorm", "compiled")
+BATCHNORM = ("conv_batchnorm", "compiled", "masked_pixels")
 OTHERS = tuple(model for model in MODELS if model not in BATCHNORM)
 
 STRATEGIES = {
