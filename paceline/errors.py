@@ -5,7 +5,7 @@
     │   ├── StrategyError     flags and strategies: replicas, wire, emulate …
     │   ├── ModelError        the model or its optimizer: differing replicas, unsupported optimizer …
     │   ├── DataError         the dataset or the batch size
-    │   └── LossError         the loss: not a scalar, not finite
+    │   └── LossError         the loss or a metric: not a scalar, not finite, a count below 0
     ├── CheckpointError       a file that is missing, damaged, or of another run
     ├── ArenaError            shared memory: full, or of another shape
     ├── LaunchError           processes that could not be started or supervised

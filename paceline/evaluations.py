@@ -15,8 +15,9 @@ class EvaluationKey(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EvaluationResult(msgspec.Struct, frozen=True):
-    """What came of it: sums over all samples of the numbers that the metric returns."""
+    """What came of it: sums over all samples of the numbers that the metric returns, and the counts of some."""
 
     key: EvaluationKey
-    sums: list[float]
+    sums: list[float]  # and after them the counts of those that have one
     names: list[str] | None = []  # of the numbers; empty: it is one; None: whoever wrote this down does not know
+    counted: list[int] = []  # which of the numbers are divided by a count, and not by the samples

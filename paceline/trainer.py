@@ -36,6 +36,9 @@ from paceline.strategy import Strategy
 class Trainer:
     """Trains `model` with `optimizer` on `loss(model, batch)`, the mean loss over the samples of a batch.
 
+    A mean over anything else is returned as `(sum, count)`: a scalar tensor, and of how many tokens, pixels or pairs it
+    is the sum. A dict with that as `loss` may hold further numbers, whose means are in `logged`.
+
     In one process this is plain torch. Under `paceline run` the same script is one of several replicas.
     """
 
@@ -99,6 +102,11 @@ class Trainer:
     def replicas(self) -> int:
         """How many replicas the run was started with."""
         return self._place.strategy.replicas
+
+    @property
+    def logged(self) -> dict[str, float]:
+        """Means over the whole batch of the last step, of what the loss has returned beside itself."""
+        return self._loop.logged
 
     @property
     def chief(self) -> bool:
@@ -167,7 +175,8 @@ class Trainer:
         return self._loop.step(batch)
 
     def evaluate(self, dataset: Any, metric: Metric, *, batch_size: int = 256, collate: Any = None) -> Any:
-        """The mean of `metric(model, batch)` over all samples: a number, or a dict of numbers.
+        """The mean of `metric(model, batch)` over all samples: a number, or a dict of numbers. A mean over anything
+        else is returned by the metric as `(sum, count)`.
 
         The model is in eval mode and the samples are divided among the replicas.
         """

@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +49,7 @@ def main() -> None:
     parser.add_argument("--save", type=Path, default=Path("last.safetensors"))
     parser.add_argument("--await-return", action="store_true", help="take no step while a replica is missing")
     parser.add_argument("--epoch-a-line", type=Path, help="begin an epoch when this file has a line for it")
+    parser.add_argument("--counted", action="store_true", help="the loss is (sum, count), and logs a number")
     options = parser.parse_args()
 
     place = find_place()
@@ -71,11 +73,15 @@ def main() -> None:
     def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return F.cross_entropy(model(batch[0]), batch[1])
 
+    def counted(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, Any]:
+        losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        return {"loss": ((losses * batch[1]).sum(), batch[1].sum()), "worst": losses.detach().amax()}
+
     def metric(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         reached("evaluation")
         return loss(model, batch)
 
-    trainer = pl.Trainer(model, optimizer, loss, clip_norm=0.5)
+    trainer = pl.Trainer(model, optimizer, counted if options.counted else loss, clip_norm=0.5)
     trainer.resume(options.save)
     board = Board(place.board) if place.board is not None else None
     losses, evaluations = {}, []

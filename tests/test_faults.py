@@ -94,6 +94,14 @@ def test_three_of_four_are_killed_and_the_last_one_goes_on(faults: list[Fault], 
     assert (run.count("died"), run.count("restarted")) == (3, 0)
 
 
+def test_a_step_that_is_tried_again_counts_again(start: Start) -> None:
+    """Of a loss that is (sum, count): what the dead have counted is not in it twice."""
+    faults = SURVIVED["while they compute"]
+    alone = start(SCRIPT, None, "--counted").fine()
+    run = train(start, "--replicas 4 --on-failure continue", faults, "--counted").fine()
+    assert_as_if_nothing_had_happened(run, alone, faults, [3])
+
+
 RESTARTED: dict[str, list[Fault]] = {
     "in mid-epoch": [
         kill(replica=1).at(step=2).in_("forward"),

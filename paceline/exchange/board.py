@@ -59,6 +59,10 @@ class HostWord(enum.IntEnum):
     FIRST_REPLICA = 7  # number of this host's replica 0 among all hosts'
 
 
+OVER_SAMPLES = -1.0  # in the place of a count: the loss is a mean over samples
+NO_LOSS = -2.0  # the same: there is none yet, or another device speaks for this one
+
+
 class Word(enum.IntEnum):
     """Words of one replica's row."""
 
@@ -93,7 +97,10 @@ class Word(enum.IntEnum):
     GIVES = 28  # bytes of what it gives to a call of its script
     SEGMENT = 29  # descriptor of the memory it has made for such a call
     PARAMETERS = 30  # float: what a sample of its parameters comes to, where they are its own
-    DESCRIPTOR = 32  # the arenas it holds open: arena number and file descriptor, a word each, taking turns
+    COUNT = 31  # float: what its share of the loss is a sum over; below 0: see `OVER_SAMPLES`, `NO_LOSS`
+    UNIT = 32  # float: by what that sum was divided before backward
+    LOGGED = 33  # bytes of what its loss logs beside itself, in the arena
+    DESCRIPTOR = 34  # the arenas it holds open: arena number and file descriptor, a word each, taking turns
 
 
 class Kind(enum.IntEnum):

@@ -72,6 +72,10 @@ class Links:
             (group or self._small).allreduce([total]).wait()
         return total.to(values.device)
 
+    def sum_in_turn(self, values: torch.Tensor) -> torch.Tensor:
+        """The same between the sums of gradients, by whoever makes those."""
+        return self.sum(values, self._bulk)
+
     def sum_values(self, key: int, values: torch.Tensor) -> None:
         """Replace 1-D `values` of any float type by their sum over all hosts; `key` names them from step to step."""
         if values.dtype is torch.float32:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,7 @@ from paceline.data.script_call import ScriptCall
 from paceline.evaluations import EvaluationKey
 from paceline.loop.run_state import RunState, StateByName
 from paceline.loop.script_position import ScriptPosition
+from paceline.loss_value import LossPart, Weight
 from paceline.rules import Rule
 from paceline.split.cut import Check, Loss
 
@@ -63,6 +64,7 @@ class ReplicaWork:
     first: int  # position of the batch's first sample, whoever has it
     whole: int  # samples over which the step's loss is a mean
     seed: int | None  # of the random numbers that are drawn in it; None: they go on as they are
+    unit: float | None = None  # of sums (`loss_value.py`), where all replicas must have the same
     among: tuple[tuple[int, ...], ...] = ()  # by pass: the members of the step that have samples in it
 
     @property
@@ -77,9 +79,9 @@ class ReplicaWork:
 
 @dataclass(frozen=True)
 class Computed:
-    """A replica's part of a step: its share of the mean loss, over how many samples."""
+    """A replica's part of a step: of its loss, over how many samples."""
 
-    loss: float
+    loss: LossPart
     samples: int
 
 
@@ -91,6 +93,7 @@ class Closed:
     samples: int
     count: int
     stop: bool = False
+    logged: dict[str, float] = field(default_factory=dict)  # means of what the loss logs beside itself
 
 
 class Samples(Protocol):
@@ -136,8 +139,8 @@ class Worker(Protocol):
     def one_pass(self, work: ReplicaWork, number: int, batch: Any, *, is_last: bool) -> AbstractContextManager[None]:
         """Goes around forward and backward of pass `number`; `is_last`: of this replica's in this step."""
 
-    def train(self, loss: Loss, batch: Any, weight: float, check: Check) -> float:
-        """Runs forward and backward. Returns the mean loss times `weight`; `check(loss)` is its value."""
+    def train(self, loss: Loss, batch: Any, weight: Weight, check: Check) -> LossPart:
+        """Runs forward and backward of a pass, as `Cut.train` does."""
 
 
 # ── who makes steps ──────────────────────────────────────────────────────────────────────────────────────────

@@ -9,13 +9,16 @@ import torch
 from torch import nn
 
 from paceline.data.script_call import ScriptCall
+from paceline.errors import LossError
 from paceline.evaluations import EvaluationKey, EvaluationResult
+from paceline.loop.returned_loss import read_number
+from paceline.loss_value import MeanPart, words
 
 Metric = Callable[[nn.Module, Any], Any]
 
 
 class Evaluation:
-    """Sums a metric over samples: a number, or a dict of numbers."""
+    """Sums a metric over samples: a number, a sum and its count, or a dict of these."""
 
     def __init__(
         self, metric: Metric, model: nn.Module, load: Callable[[range], Any], script_call: ScriptCall, at_once: int
@@ -24,34 +27,56 @@ class Evaluation:
         self.script_call, self.length = script_call, script_call.length
         self._metric, self._model, self._load, self._at_once = metric, model, load, at_once
         self._names: list[Any] = []
+        self._counted: list[bool] = []  # by name: whether the metric counts itself what it is a mean over
 
     def call(self, model: nn.Module) -> None:
         """Calls the model as the metric does, on one sample or a few."""
         self._metric(model, self._load(range(min(self._at_once, self.length))))
 
     def over(self, samples: range) -> torch.Tensor:
-        """Returns the sums of the metric's values over these samples, batch by batch."""
+        """Returns the sums of the metric's values over these samples, batch by batch; and then the counts of those that
+        have one."""
         sums: list[float] = []
+        counts: list[float] = []
         # One with no samples at all still has to know how many numbers the metric gives.
         for start in range(samples.start, samples.stop, self._at_once) or [0]:
             part = range(start, min(start + self._at_once, samples.stop) if samples else min(1, self.length))
             value = self._metric(self._model, self._load(part))
             named = value if isinstance(value, dict) else {None: value}
+            found = [read_number("metric" if name is None else f"metric {name}", it) for name, it in named.items()]
             if not sums:
-                sums = [0.0] * len(named)
-                self._names = list(named)
-            for index, number in enumerate(named.values()):
-                sums[index] += float(number) * (len(part) if samples else 0)
-        return torch.tensor(sums, dtype=torch.float64)
+                sums, counts = [0.0] * len(found), [0.0] * len(found)
+                self._names, self._counted = list(named), [count is not None for _, count in found]
+            for index, (number, count) in enumerate(found):
+                if (count is not None) != self._counted[index]:
+                    raise _other_kind(self._names[index], counted=count is not None)
+                if count is None:
+                    sums[index] += number * (len(part) if samples else 0)
+                elif samples:
+                    sums[index] += number
+                    counts[index] += count
+        of_counted = [count for count, counted in zip(counts, self._counted, strict=True) if counted]
+        return torch.tensor([*sums, *of_counted], dtype=torch.float64)
 
     def result(self, key: EvaluationKey, sums: torch.Tensor) -> EvaluationResult:
         """Returns what is written down of it."""
         if not self._names:  # others have measured all of it
             self.over(range(0))
         names = [] if self._names == [None] else list(map(str, self._names))
-        return EvaluationResult(key, sums[: len(self._names)].tolist(), names)
+        counted = [index for index, counts in enumerate(self._counted) if counts]
+        return EvaluationResult(key, sums[: len(self._names) + len(counted)].tolist(), names, counted)
 
     def value(self, result: EvaluationResult) -> Any:
-        """Returns what the user gets: the mean over all samples."""
-        means = [total / self.length for total in result.sums]
+        """Returns what the user gets: the mean over all samples, or over what the metric counts."""
+        size = len(result.sums) - len(result.counted)
+        counts = dict(zip(result.counted, result.sums[size:], strict=True))
+        means = [
+            MeanPart(total, counts[index]).mean if index in counts else total / self.length
+            for index, total in enumerate(result.sums[:size])
+        ]
         return dict(zip(result.names, means, strict=True)) if result.names else means[0]
+
+
+def _other_kind(name: Any, *, counted: bool) -> LossError:
+    field = "metric" if name is None else f"metric {name}"
+    return LossError(field, words(counted=counted), f"it was {words(counted=not counted)} before, return the same kind")

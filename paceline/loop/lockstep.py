@@ -73,6 +73,7 @@ class LedgerSamples:
             # A function of (seed, update, member): a step that is tried again after a death, or after a resume, draws
             # the same.
             seed=mixed(chapter.ledger.seed, step, share.index),
+            unit=float(lease.size) if share.count > 1 else None,
             among=tuple(
                 tuple(member for member in range(share.count) if parts[member][number])
                 for number in range(chapter.accumulate)

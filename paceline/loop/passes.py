@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -14,6 +13,8 @@ from torch import nn
 
 from paceline.errors import LossError
 from paceline.loop.engine import ReplicaWork, Worker
+from paceline.loop.returned_loss import read_loss
+from paceline.loss_value import NOTHING, FoundLoss, LossPart, SumUnit, Weight, words
 from paceline.split.cut import Check, Loss, train
 
 
@@ -27,23 +28,24 @@ class PlainWorker:
     def one_pass(self, work: ReplicaWork, number: int, batch: Any, *, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def train(self, loss: Loss, batch: Any, weight: float, check: Check) -> float:
+    def train(self, loss: Loss, batch: Any, weight: Weight, check: Check) -> LossPart:
         return train(loss, self.model, batch, weight, check)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Passes:
     """How a script computes: its loss, and in how many passes a batch."""
 
     loss: Loss
     accumulate: int
+    _counted: bool | None = dataclasses.field(default=None, init=False)  # whether the loss is (sum, count), once known
 
-    def run(self, worker: Worker, work: ReplicaWork, micro_batches: Sequence[Any]) -> float:
-        """Runs forward and backward over every micro-batch that has samples. Returns this replica's share of the mean
-        loss over the whole batch."""
+    def run(self, worker: Worker, work: ReplicaWork, micro_batches: Sequence[Any]) -> LossPart:
+        """Runs forward and backward over every micro-batch that has samples. Returns what this replica's loss is of the
+        one over the whole batch."""
         passes = [number for number, samples in enumerate(work.ranges) if samples]
-        check = partial(_checked, where=f"at step {work.step} on replica {worker.replica}")
-        total = 0.0
+        check = partial(self._check, where=f"at step {work.step} on replica {worker.replica}")
+        total, unit = NOTHING, SumUnit(work.samples, work.whole, work.unit)
         if not worker.model.training:  # else every module keeps its mode: some may be frozen
             worker.model.train()
         outside = torch.get_rng_state() if work.seed is not None else None
@@ -51,24 +53,23 @@ class Passes:
             _seed(work.seed)
         try:
             for number in passes:
-                batch, weight = micro_batches[number], len(work.ranges[number]) / work.whole
+                batch, weight = micro_batches[number], Weight(len(work.ranges[number]) / work.whole, unit)
                 with worker.one_pass(work, number, batch, is_last=number == passes[-1]):
-                    total += worker.train(self.loss, batch, weight, check)
+                    total = total + worker.train(self.loss, batch, weight, check)
         finally:
             if outside is not None:
                 torch.set_rng_state(outside)
         return total
 
-
-def _checked(loss: Any, where: str) -> float:
-    if not isinstance(loss, torch.Tensor):
-        raise LossError("loss", type(loss).__name__, f"return a scalar tensor ({where})")
-    if loss.numel() != 1:
-        raise LossError("loss", f"a tensor of shape {tuple(loss.shape)}", f"return its mean, a scalar ({where})")
-    value = float(loss.detach())
-    if not math.isfinite(value):
-        raise LossError("loss", value, f"it must be finite ({where}); lower the learning rate or look at the data")
-    return value
+    def _check(self, returned: Any, where: str) -> FoundLoss:
+        found = read_loss(returned, where)
+        counted = found.count is not None
+        if self._counted is None:
+            self._counted = counted
+        elif counted != self._counted:
+            expected = f"it was {words(counted=self._counted)} before, return the same kind each time ({where})"
+            raise LossError("loss", words(counted=counted), expected)
+        return found
 
 
 def _seed(seed: int) -> None:

@@ -12,6 +12,7 @@ from paceline.loop.engine import Batch, Closed
 from paceline.loop.lockstep import BatchShare, LockstepEngine
 from paceline.loop.passes import PlainWorker
 from paceline.loop.run_state import RunState, StateByName
+from paceline.loss_value import LossPart, nothing_counted
 from paceline.optim.models import own_state, parameter_names
 
 
@@ -30,12 +31,26 @@ class Solo(LockstepEngine):
         (batch,) = batches
         self._optimizer.zero_grad(set_to_none=True)
         computed = batch.compute(self._worker, BatchShare(0, 1))
+        part, samples = computed.loss, computed.samples
+        assert part.loss is not None
+        if part.counted:
+            self._divide(part, batch.work.step)
         if self.gradients_ready is not None:
             self.gradients_ready()
         if self._clip_norm is not None:
             nn.utils.clip_grad_norm_(self._trained(), self._clip_norm)
         self._optimizer.step()
-        return Closed(computed.loss, computed.samples, 1)
+        return Closed(part.loss.mean, samples, 1, logged=part.means)
+
+    def _divide(self, part: LossPart, step: int) -> None:
+        """Makes the gradients of sums, which are over their unit, those of the mean."""
+        assert part.loss is not None
+        if not part.loss.count:
+            raise nothing_counted(step)
+        weight = part.weight(part.loss.count)
+        for parameter in self._trained() if weight != 1.0 else ():
+            if parameter.grad is not None:
+                parameter.grad.mul_(weight)
 
     def once(self, number: int, act: Callable[[], None]) -> None:
         act()

@@ -71,6 +71,7 @@ class TrainingLoop:
         self._call: ScriptCall | None = None  # the last of `batches`
         self._call_of_others: ScriptCall | None = None  # the same, when this process joined them
         self._saves = 0  # that the script has asked for
+        self.logged: dict[str, float] = {}  # in the last step, by the loss beside itself
         self._resumed: tuple[RunState, dict[str, torch.Tensor]] | None = None  # until the script has caught up with it
         engine.state_for_joining = self._state_for_joining
 
@@ -159,7 +160,7 @@ class TrainingLoop:
         self._prepare(lambda model: self._passes.loss(model, drawn.batches[0].micro_batches[0]))
         closed = self.engine.step(drawn.batches)
         samples.commit(closed)
-        self._drawn = None
+        self._drawn, self.logged = None, dict(closed.logged)
         self._schedule.catch_up(self.steps)
         if self._recorder is not None:
             self._recorder.step_closed(closed.loss)

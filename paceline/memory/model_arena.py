@@ -8,6 +8,7 @@ states        optimizer state, a block a chunk
 undo          a replica's copy of the one chunk (parameters, then state block) it is updating
 norms         (chunk) squared gradient norm
 touched       (replica, parameter) 1 if this replica's step produced a gradient for it
+logged        (replica) what its loss logs in a step, beside the loss
 scratch       (parity, replica) contributions to small sums: batch statistics, evaluation
 notes         what a replica that joins needs to know
 buffers       the model's buffers, for a replica that joins
@@ -22,11 +23,12 @@ from typing import Any
 
 import torch
 
-from paceline.errors import ArenaError
+from paceline.errors import ArenaError, LossError
 from paceline.memory.arena import Arena, place
 from paceline.memory.layout import Chunk, FlatLayout, Slot, aligned
 
 NOTES_BYTES = 1 << 20
+LOGGED_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class ModelArena:
         self.updated = _marks(view(regions["updated"], torch.int64, [len(layout.chunks)]))
         self.reduced = _marks(view(regions["reduced"], torch.int64, [len(layout.chunks)]))
         self.touched = view(regions["touched"], byte, [count, len(layout.slots)])
+        self._logged = view(regions["logged"], byte, [count, LOGGED_BYTES])
         self.scratch_bytes = sizes.scratch_bytes
         self._scratch = view(regions["scratch"], byte, [2, count, sizes.scratch_bytes])
         self._notes = view(regions["notes"], byte, [NOTES_BYTES])
@@ -127,6 +130,17 @@ class ModelArena:
     def _typed(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
         return flat[slot.offset : slot.offset + slot.bytes].view(slot.dtype).view(slot.shape)
 
+    # ── what losses log ──────────────────────────────────────────────────────────────────────────────────
+
+    def write_logged(self, replica: int, text: bytes) -> None:
+        """Leaves it for the others, who are told its length."""
+        if len(text) > LOGGED_BYTES:
+            raise LossError("loss", f"a dict of {len(text)} bytes", f"{LOGGED_BYTES} fit; log less in every step")
+        self._logged[replica, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+    def read_logged(self, replica: int, length: int) -> bytes:
+        return bytes(self._logged[replica, :length].cpu().numpy())
+
     # ── notes ────────────────────────────────────────────────────────────────────────────────────────────
 
     def write_notes(self, notes: bytes) -> None:
@@ -176,6 +190,7 @@ def _regions(layout: FlatLayout, sizes: Sizes) -> tuple[dict[str, int], int]:
         "updated": 8 * len(layout.chunks),
         "reduced": 8 * len(layout.chunks),
         "touched": count * len(layout.slots),
+        "logged": count * LOGGED_BYTES,
         "scratch": 2 * count * sizes.scratch_bytes,
         "notes": NOTES_BYTES,
         "buffers": sizes.buffer_bytes,

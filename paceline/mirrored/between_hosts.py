@@ -3,18 +3,22 @@
 Chunks lie in the order in which backward finishes them, and travel in buckets. As soon as every replica of this
 host has finished a bucket, each owner sums its part of it from shared memory and sends it off, in a thread of its
 own: the link works while the model computes. What comes back, summed over all hosts, lies in the arena's `sums`.
+
+Of a loss that is (sum, count) the gradients are weighed before they are sent, so that a wire of few bits sees those of
+the mean, and carries over what it loses in the same measure. By what to weigh them is known as soon as the first bucket
+is complete: by then everybody's last forward is over, and has counted.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 from paceline.errors import Stalled
-from paceline.exchange.board import Kind, Members, Phase, Word
+from paceline.exchange.board import OVER_SAMPLES, Kind, Members, Phase, Word
 from paceline.exchange.links import Links
 from paceline.exchange.together import Together
 from paceline.loop.lockstep import BatchShare
@@ -50,9 +54,12 @@ class OneHost(StepPart):
     def meet(self) -> None:
         """Returns when what this host's owners have sent is back, summed over all hosts."""
 
-    def gradient(self, ranks: Sequence[int], arena: ModelArena, slot: Slot) -> torch.Tensor:
+    def gradient(self, step: DecidedStep, arena: ModelArena, slot: Slot) -> torch.Tensor:
         """Returns the gradient of a slot, summed over all replicas."""
-        return torch.stack([arena.gradient(rank, slot) for rank in ranks]).sum(0)
+        parts = [arena.gradient(rank, slot) for rank in step.members.ranks]
+        if step.weights is not None:
+            parts = [part * step.weights[rank] for part, rank in zip(parts, step.members.ranks, strict=True)]
+        return torch.stack(parts).sum(0)
 
 
 class BetweenHosts(OneHost):
@@ -69,6 +76,7 @@ class BetweenHosts(OneHost):
         self._op = 0
         self._waiting_for: list[set[int]] = []  # by bucket: slots whose gradients have not landed yet
         self._landed = 0
+        self._counts = True  # whether the loss may be (sum, count): nobody knows before the first step
 
     def open(self, arena: ModelArena, owner: Owner) -> None:
         self._arena = arena
@@ -83,7 +91,7 @@ class BetweenHosts(OneHost):
     def meet(self) -> None:
         self._together.meet(Kind.UPDATE, Phase.AWAITING_HOSTS)
 
-    def gradient(self, ranks: Sequence[int], arena: ModelArena, slot: Slot) -> torch.Tensor:
+    def gradient(self, step: DecidedStep, arena: ModelArena, slot: Slot) -> torch.Tensor:
         return arena.summed(slot).clone()
 
     def begin(self, members: Members, number: int) -> None:
@@ -126,10 +134,25 @@ class BetweenHosts(OneHost):
         self._together.board.set(self._together.replica, Word.LANDED, self._op << _BUCKET_BITS | self._landed)
 
     def _send(self, members: Members) -> None:
+        weights: list[float] | None = None
         for index, bucket in enumerate(self._owner.buckets(self._together.replica)):
             self._await_bucket(members, index)
+            if index == 0 and self._counts:
+                weights = self._weights(members)
             for first, last in self._runs(bucket):
-                self._send_run(members, first, last)
+                self._send_run(members, first, last, weights)
+
+    def _weights(self, members: Members) -> list[float] | None:
+        """Returns what the gradients of this host's replicas count in the mean over all hosts; None: what they are."""
+        board = self._together.board
+        counts = [board.get_float(rank, Word.COUNT) for rank in members.ranks]
+        counted = [count for count in counts if count >= 0]
+        here = torch.tensor([sum(counted), len(counted), counts.count(OVER_SAMPLES)], dtype=torch.float64)
+        total, sums, means = self._links.sum_in_turn(here).tolist()
+        self._counts = sums > 0 or not means
+        if not sums or not total:  # of nothing there is no mean, which is said when all have arrived
+            return None
+        return [board.get_float(rank, Word.UNIT) / total for rank in members.ranks]
 
     def _await_bucket(self, members: Members, index: int) -> None:
         """Sleeps between looks: this thread shares its interpreter with backward."""
@@ -152,12 +175,12 @@ class BetweenHosts(OneHost):
                 runs.append((number, number))
         return runs
 
-    def _send_run(self, members: Members, first: int, last: int) -> None:
+    def _send_run(self, members: Members, first: int, last: int, weights: list[float] | None) -> None:
         chunks = self._arena.layout.chunks
         dtype = chunks[first].dtype
         for number in range(first, last + 1):  # by chunk: each is still in the cache when it is added to
             chunk = chunks[number]
             parts = [self._arena.chunk_of(self._arena.gradients[rank], chunk) for rank in members.ranks]
-            sum_into(self._arena.chunk_of(self._arena.sums, chunk), parts)
+            sum_into(self._arena.chunk_of(self._arena.sums, chunk), parts, weights)
         run = self._arena.sums[chunks[first].start : chunks[last].stop].view(dtype)
         self._links.sum_values(first, run)

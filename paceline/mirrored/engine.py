@@ -28,14 +28,16 @@ from torch.optim import Optimizer
 from paceline.data.agreement import agree
 from paceline.data.script_call import ScriptCall
 from paceline.errors import ModelError
-from paceline.exchange.board import HostWord, Kind, Members, Phase, Word
+from paceline.exchange.board import NO_LOSS, OVER_SAMPLES, HostWord, Kind, Members, Phase, Word
 from paceline.exchange.sums import SharedSums
 from paceline.exchange.together import Together
 from paceline.loop.engine import Batch, Closed, Computed, ReplicaWork
 from paceline.loop.lockstep import BatchShare, LockstepEngine
 from paceline.loop.run_state import RunState, StateByName
+from paceline.loss_value import NOTHING, FoundLoss, LossPart, Weight, differing_kinds, nothing_counted
 from paceline.mirrored.between_hosts import OneHost
 from paceline.mirrored.joining import Joining
+from paceline.mirrored.logged_numbers import LoggedNumbers
 from paceline.mirrored.model_part import CutModel, WholeModel
 from paceline.mirrored.owner import Owner
 from paceline.mirrored.shared_model import SharedModel
@@ -74,6 +76,7 @@ class MirroredEngine(LockstepEngine):
         owner = Owner(together, shared.arena, self._optimizer, hosts.bucket_bytes)
         hosts.open(shared.arena, owner)
         self._sums = SharedSums(together, shared.arena)
+        self._logged = LoggedNumbers(together, shared.arena, hosts)
         self._part = (
             CutModel(cut, model, shared, together, hosts) if cut else WholeModel(model, shared, together, hosts)
         )
@@ -84,7 +87,7 @@ class MirroredEngine(LockstepEngine):
         shard = OwnShard(owner, self._part.rows, self._show_gradients)
         self._parts = [self._statistics, self._part, hosts, self._joining, self._elsewhere, shard]
         self._count = 0  # members of the step, on all hosts
-        self._touched: list[int] = []
+        self._step: DecidedStep | None = None  # the last
         if several:
             shared.compare_hosts(hosts.sum, hosts.count)
         if shared.users_state and not joining:
@@ -121,8 +124,24 @@ class MirroredEngine(LockstepEngine):
         with self._statistics.one_pass(work.among[number], self._count):
             yield
 
-    def train(self, loss: Loss, batch: Any, weight: float, check: Check) -> float:
+    def train(self, loss: Loss, batch: Any, weight: Weight, check: Check) -> LossPart:
+        if self._hosts.count > 1:  # gradients are weighed while backward still runs
+            return self._part.train(loss, batch, weight, lambda returned: self._count_early(check(returned), weight))
         return self._part.train(loss, batch, weight, check)
+
+    def _count_early(self, found: FoundLoss, weight: Weight) -> FoundLoss:
+        before = self._board.get_float(self._row, Word.COUNT)
+        self._say_count(found.part(weight), max(0.0, before))
+        return found
+
+    def _say_count(self, part: LossPart, before: float = 0.0) -> None:
+        """Writes down what this replica's loss is a sum over, beside what was counted `before`."""
+        board, me, loss = self._board, self._row, part.loss
+        board.set_float(me, Word.UNIT, part.unit if part.counted else 0.0)
+        if loss is None:
+            board.set_float(me, Word.COUNT, NO_LOSS)
+        else:
+            board.set_float(me, Word.COUNT, OVER_SAMPLES if loss.count is None else before + loss.count)
 
     # ── a step ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -136,8 +155,8 @@ class MirroredEngine(LockstepEngine):
         arrived_at = time.monotonic_ns()
         board.enter(me, Phase.UPDATING)
         self._check_options(members)
-        closed, self._touched = self._add_up(members)
-        step = DecidedStep(members, number, self._touched)
+        closed, step = self._add_up(members, number)
+        self._step = step
         for part in self._parts:
             part.decided(step)
         scale = 1.0
@@ -162,6 +181,7 @@ class MirroredEngine(LockstepEngine):
     def _try(self, batch: Batch, number: int, members: Members) -> tuple[Members, int]:
         """Computes this replica's part, and waits for the others'. Returns when it was computed."""
         self._board.work_on(members, Kind.STEP, Phase.COMPUTING)
+        self._say_count(NOTHING)
         for part in reversed(self._parts):  # shards are divided before anything is sent
             part.begin(members, number)
         share = self._part.share(members)
@@ -187,10 +207,13 @@ class MirroredEngine(LockstepEngine):
 
     def _report(self, computed: Computed) -> None:
         self._optimizer.refresh_options()
-        counts = self._part.speaks
-        self._board.set_float(self._row, Word.LOSS, computed.loss if counts else 0.0)
-        self._board.set(self._row, Word.SAMPLES, computed.samples if counts else 0)
-        self._board.set(self._row, Word.OPTIONS, self._optimizer.options_fingerprint())
+        board, me = self._board, self._row
+        part = computed.loss if self._part.speaks else NOTHING
+        board.set_float(me, Word.LOSS, part.loss.total if part.loss is not None else 0.0)
+        board.set(me, Word.SAMPLES, computed.samples if self._part.speaks else 0)
+        board.set(me, Word.OPTIONS, self._optimizer.options_fingerprint())
+        self._say_count(part)
+        self._logged.leave(part)
 
     def _decide(self, members: Members) -> None:
         """The first member writes down what holds from this step on, before it arrives; all read it after they have."""
@@ -209,24 +232,46 @@ class MirroredEngine(LockstepEngine):
             if self._board.get(other, Word.OPTIONS) != mine:
                 raise _different_options(self._board.called(self._row), self._board.called(other))
 
-    def _add_up(self, members: Members) -> tuple[Closed, list[int]]:
-        """Returns what the step came to, over all hosts; and by slot whether anybody has a gradient for it."""
+    def _add_up(self, members: Members, number: int) -> tuple[Closed, DecidedStep]:
+        """Returns what the step came to, over all hosts; and what is to be made of it here."""
         board, ranks = self._board, members.ranks
+        counts = [board.get_float(rank, Word.COUNT) for rank in ranks]
+        counted = [count for count in counts if count >= 0]
         numbers = [
             sum(board.get_float(rank, Word.LOSS) for rank in ranks),
             sum(board.get(rank, Word.SAMPLES) for rank in ranks),
             len(ranks),
             board.host_get(HostWord.STOP_AFTER) == members.op,
             options := board.get(self._row, Word.OPTIONS),
+            sum(counted),
+            len(counted),
+            counts.count(OVER_SAMPLES),
+            any(board.get(rank, Word.LOGGED) for rank in ranks),
         ]
         touched = self._shared.arena.touched[list(ranks)].amax(0)
         if self._hosts.count > 1:
             totals = self._hosts.sum(torch.cat([torch.tensor(numbers, dtype=torch.float64), touched.double()]))
-            numbers, touched = totals[:5].tolist(), totals[5:] > 0
+            numbers, touched = totals[: len(numbers)].tolist(), totals[len(numbers) :] > 0
             if numbers[4] != options * self._hosts.count:
                 raise _different_options(f"host {self._hosts.number}", "another host")
-        loss, samples, count, stop, _ = numbers
-        return Closed(loss, int(samples), int(count) // self._part.devices, bool(stop)), touched.tolist()
+        loss, samples, count, stop, _, total, sums, means, logs = numbers
+        if sums and means:
+            raise differing_kinds(counted=counts[ranks.index(self._row)] >= 0)
+        if sums and not total:
+            raise nothing_counted(number)
+        logged = self._logged.add_up(ranks) if logs else {}
+        mean = loss / total if sums else loss
+        closed = Closed(mean, int(samples), int(count) // self._part.devices, bool(stop), logged)
+        weights = self._weights(ranks, total) if sums and self._hosts.count == 1 else None
+        return closed, DecidedStep(members, number, touched.tolist(), weights)
+
+    def _weights(self, ranks: Sequence[int], total: float) -> dict[int, float]:
+        """Returns by rank what its gradient counts in the mean over that total; one device of a replica knows."""
+        board, devices = self._board, self._part.devices
+        units: dict[int, float] = {}
+        for rank in ranks:
+            units[rank // devices] = max(units.get(rank // devices, 0.0), board.get_float(rank, Word.UNIT))
+        return {rank: units[rank // devices] / total for rank in ranks}
 
     # ── other calls of the script ────────────────────────────────────────────────────────────────────────
 
@@ -260,12 +305,12 @@ class MirroredEngine(LockstepEngine):
     # ── whole tensors ────────────────────────────────────────────────────────────────────────────────────
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        ranks = self._board.members(self._row, self._board.get(self._row, Word.OP)).ranks
-        arena = self._shared.arena
+        step, arena = self._step, self._shared.arena
+        assert step is not None
         return self._elsewhere.gradients() | {
-            slot.name: self._hosts.gradient(ranks, arena, slot)
+            slot.name: self._hosts.gradient(step, arena, slot)
             for number, slot in enumerate(self._shared.layout.slots)
-            if slot.group is not None and self._touched[number]
+            if slot.group is not None and step.touched[number]
         }
 
     def optimizer_state(self) -> StateByName:

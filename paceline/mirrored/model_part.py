@@ -16,6 +16,7 @@ from paceline.errors import ModelError
 from paceline.exchange.board import HostWord, Kind, Members, Phase
 from paceline.exchange.together import Together
 from paceline.loop.lockstep import BatchShare
+from paceline.loss_value import LossPart, Weight
 from paceline.mirrored.between_hosts import OneHost
 from paceline.mirrored.shared_model import SharedModel
 from paceline.mirrored.statistics import BatchStatistics
@@ -50,7 +51,7 @@ class WholeModel(StepPart):
     def prepare(self, call: Callable[[nn.Module], Any], statistics: BatchStatistics) -> None:
         """There is nothing to cut."""
 
-    def train(self, loss: Loss, batch: Any, weight: float, check: Check) -> float:
+    def train(self, loss: Loss, batch: Any, weight: Weight, check: Check) -> LossPart:
         """Runs forward and backward of one pass."""
         return train(loss, self._model, batch, weight, check)
 
@@ -135,7 +136,7 @@ class CutModel(WholeModel):
         self._parts.publish_buffers()
         self._together.meet(Kind.BUILD, Phase.AWAITING_DEVICES)
 
-    def train(self, loss: Loss, batch: Any, weight: float, check: Check) -> float:
+    def train(self, loss: Loss, batch: Any, weight: Weight, check: Check) -> LossPart:
         return self._cut.train(loss, self._model, batch, weight, check)
 
     def mark(self, used: list[bool]) -> None:

@@ -42,6 +42,7 @@ class Owner:
         self._shards: dict[int, list[list[int]]] = {}
         self._touched: list[int] = []
         self._rows: list[Sequence[int]] | None = None  # by chunk: whose buffers have something; None: everybody's
+        self._weights: Mapping[int, float] | None = None  # by rank: what its gradient counts; None: all are added
         largest = max((chunk.bytes for chunk in arena.layout.chunks), default=0)
         self._buffer = torch.empty(largest, dtype=torch.uint8)
 
@@ -65,10 +66,16 @@ class Owner:
 
     # ── a step ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def begin(self, touched: list[int], by_rank: Mapping[int, Sequence[int]] | None = None) -> None:
+    def begin(
+        self,
+        touched: list[int],
+        by_rank: Mapping[int, Sequence[int]] | None = None,
+        weights: Mapping[int, float] | None = None,
+    ) -> None:
         """All gradients of a step are there. `touched`: by slot, whether anybody has one. `by_rank`, where devices have
-        gradients for parts of a model: by rank and slot, whether that buffer has one."""
-        self._touched = touched
+        gradients for parts of a model: by rank and slot, whether that buffer has one. `weights`: what the gradient of
+        each rank counts; None: they are added as they are."""
+        self._touched, self._weights = touched, weights
         self._rows = None if by_rank is None else [self._filled(chunk, by_rank) for chunk in self._arena.layout.chunks]
         self._optimizer.refresh_options()
 
@@ -115,14 +122,15 @@ class Owner:
         """The summed gradient of a chunk, for reading, until the next call; sums are at least fp32."""
         chunk = self._arena.layout.chunks[number]
         if self._arena.sums.numel():
-            parts = [self._arena.chunk_of(self._arena.sums, chunk)]
+            parts, weights = [self._arena.chunk_of(self._arena.sums, chunk)], None
         else:
             ranks = members.ranks if self._rows is None else self._rows[number]
             parts = [self._arena.chunk_of(self._arena.gradients[rank], chunk) for rank in ranks]
-        if len(parts) == 1 and scale == 1.0:
+            weights = None if self._weights is None else [self._weights[rank] for rank in ranks]
+        if len(parts) == 1 and scale == 1.0 and weights in (None, [1.0]):
             return parts[0]
         total = self._buffer[: chunk.bytes].view(chunk.dtype)
-        sum_into(total, parts)
+        sum_into(total, parts, weights)
         if scale != 1.0:
             total.mul_(scale)
         return total
@@ -156,9 +164,16 @@ class Owner:
         return self._arena.parameters[chunk.start : chunk.stop], self._arena.state_block(number)
 
 
-def sum_into(total: torch.Tensor, parts: list[torch.Tensor]) -> None:
-    """`total` = the sum of `parts` in order; 16-bit types are added up in fp32."""
-    if len(parts) == 1:
+def sum_into(total: torch.Tensor, parts: list[torch.Tensor], weights: Sequence[float] | None = None) -> None:
+    """`total` = the sum of `parts` in order, each times its weight; 16-bit types are added up in fp32."""
+    if weights is not None:
+        wide = torch.empty_like(total, dtype=torch.float32) if total.dtype.itemsize < 4 else total
+        torch.mul(parts[0], weights[0], out=wide)
+        for part, weight in zip(parts[1:], weights[1:], strict=True):
+            wide.add_(part, alpha=weight)
+        if wide is not total:
+            total.copy_(wide)
+    elif len(parts) == 1:
         total.copy_(parts[0])
     elif total.dtype.itemsize < 4 and len(parts) > 2:
         wide = parts[0].float()

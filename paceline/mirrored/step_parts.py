@@ -25,6 +25,7 @@ class DecidedStep:
     members: Members
     number: int  # updates made before it
     touched: list[int]  # by slot: whether anybody has a gradient for it
+    weights: dict[int, float] | None = None  # by rank: what its gradient counts; None: all are added as they are
 
 
 class StepPart:
@@ -88,7 +89,7 @@ class OwnShard(StepPart):
         self._owner.divide(members.ranks)
 
     def decided(self, step: DecidedStep) -> None:
-        self._owner.begin(step.touched, self._rows(step.members))
+        self._owner.begin(step.touched, self._rows(step.members), step.weights)
 
     def squared_norm(self, step: DecidedStep) -> float:
         return self._owner.norm(step.members) ** 2

@@ -19,11 +19,12 @@ from torch import nn
 
 from paceline.errors import ModelError
 from paceline.exchange.mailboxes import Peers
+from paceline.loss_value import FoundLoss, LossPart, Weight
 from paceline.machine import check_shared_words
 from paceline.split.values import Layout, Split, Stages, Tiles, Wavefront
 
-Loss = Callable[[nn.Module, Any], torch.Tensor]
-Check = Callable[[Any], float]
+Loss = Callable[[nn.Module, Any], Any]  # what it may return: see `loop/returned_loss.py`
+Check = Callable[[Any], FoundLoss]
 Example = tuple[tuple[Any, ...], dict[str, Any]]  # what the model is called with
 
 
@@ -81,18 +82,21 @@ class Cut:
         devices too."""
         return False
 
-    def train(self, loss: Loss, model: nn.Module, batch: Any, weight: float, check: Check) -> float:
-        """Runs forward and backward. Returns the mean loss times `weight`; `check(loss)` is its value, if it is a
-        good one."""
+    def train(self, loss: Loss, model: nn.Module, batch: Any, weight: Weight, check: Check) -> LossPart:
+        """Runs forward and backward of a pass that counts `weight` in its step. `check` is given what the loss has
+        returned, after forward and before backward, and returns it if it is a good one. Returns what it is of the
+        step's loss; a device that does not speak may return `NOTHING`.
+
+        Whoever cuts the batch further gives each part `weight.part(its share of the samples)`, and adds up what comes
+        of them."""
         return train(loss, model, batch, weight, check)
 
 
-def train(loss: Loss, model: nn.Module, batch: Any, weight: float, check: Check) -> float:
-    """Runs forward and backward as in plain torch. Returns the loss times `weight`."""
-    found = loss(model, batch)
-    value = check(found)
-    (found * weight if weight != 1.0 else found).backward()  # type: ignore[no-untyped-call]
-    return value * weight
+def train(loss: Loss, model: nn.Module, batch: Any, weight: Weight, check: Check) -> LossPart:
+    """Runs forward and backward as in plain torch. Returns what the loss is of the step's."""
+    found = check(loss(model, batch))
+    found.backward(weight)
+    return found.part(weight)
 
 
 @contextmanager

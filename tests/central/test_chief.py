@@ -24,8 +24,9 @@ from paceline.central.chief.books import Books
 from paceline.central.chief.chief import Chief
 from paceline.central.chief.tasks import EvaluationTask, FillTask, OnceTask, ResumeTask, TaskKey
 from paceline.central.chief.tickets import Close, End, Outcome, Wait, Work
-from paceline.errors import CheckpointError, DataError, PacelineError
+from paceline.errors import CheckpointError, DataError, LossError, PacelineError
 from paceline.evaluations import EvaluationKey
+from paceline.loss_value import LossPart, MeanPart
 from paceline.rules import Async, Rule, Sync
 
 quick = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -39,6 +40,10 @@ async_rules = st.builds(
 rules = st.one_of(sync_rules, async_rules)
 
 EVALUATE = EvaluationTask(EvaluationKey(0, 1, 0, 0))
+
+
+def loss_of(mean: float) -> LossPart:
+    return LossPart(MeanPart(mean))
 
 
 def read_again(books: Books) -> Books:
@@ -169,7 +174,7 @@ class Fleet:
         number = process.work.ticket
         self.pulled[number] = process.pulled
         for _ in range(times):
-            self.chief.report(process.replica, number, process.pulled, float(number), self.now)
+            self.chief.report(process.replica, number, process.pulled, loss_of(float(number)), self.now)
         process.work, process.reported = None, number
 
     def look(self, process: Process) -> None:
@@ -546,7 +551,7 @@ def begun(rule: Rule, replicas: int, length: int, batch_size: int, **options: in
 
 def reported(chief: Chief, *pairs: tuple[int, Work], now: float = 1.0) -> None:
     for replica, work in pairs:
-        chief.report(replica, work.ticket, chief.step, 0.5, now)
+        chief.report(replica, work.ticket, chief.step, loss_of(0.5), now)
 
 
 def test_whoever_is_late_is_told_and_its_samples_come_first_in_the_next_step() -> None:
@@ -726,7 +731,7 @@ def test_what_became_of_a_ticket_is_not_forgotten_when_the_next_one_is_late() ->
 
 
 def close_one(chief: Chief, work: Work, replica: int) -> None:
-    chief.report(replica, work.ticket, chief.step, 0.5, 1.0)
+    chief.report(replica, work.ticket, chief.step, loss_of(0.5), 1.0)
     close = chief.next_close()
     assert close is not None
     chief.closed(close)
@@ -764,7 +769,7 @@ def test_what_is_too_stale_is_dropped_and_comes_again() -> None:
     chief = begun(Async(stale="drop:1"), 4, 4, 1)
     works = tickets(chief, 0, 1, 2)
     for replica, work in enumerate(works):
-        chief.report(replica, work.ticket, 0, 0.5, 1.0)
+        chief.report(replica, work.ticket, 0, loss_of(0.5), 1.0)
     for _ in range(2):
         close = chief.next_close()
         assert close is not None
@@ -807,7 +812,7 @@ def test_news_of_an_old_process_death_does_not_touch_the_new_one() -> None:
 def test_a_report_for_another_replicas_ticket_is_not_heard() -> None:
     chief = begun(Async(), 2, 10, 1)
     [work] = tickets(chief, 0)
-    chief.report(1, work.ticket, 0, 0.5, 0.0)
+    chief.report(1, work.ticket, 0, loss_of(0.5), 0.0)
     assert chief.next_close() is None
     assert chief.outcome(0, work.ticket) is None
     assert chief.outcome(1, work.ticket) == Outcome(None, 0.0, 0)
@@ -839,7 +844,7 @@ def test_a_restored_chief_knows_all_that_was_settled() -> None:
         close = chief.next_close()
         assert close is not None
         chief.closed(close)
-        chief.report(2, works[2].ticket, chief.step, 0.5, 9.0)
+        chief.report(2, works[2].ticket, chief.step, loss_of(0.5), 9.0)
     part = chief.ask_task(0, EVALUATE, 2)
     assert isinstance(part, tuple)
     again = Chief(Sync(2), 3)
@@ -878,7 +883,7 @@ def test_a_log_that_overlaps_what_was_loaded_is_counted_once_and_one_with_a_hole
 def test_a_loss_that_is_no_number_survives() -> None:
     chief = begun(Async(), 1, 10, 2)
     [work] = tickets(chief, 0)
-    chief.report(0, work.ticket, 0, math.nan, 1.0)
+    chief.report(0, work.ticket, 0, loss_of(math.nan), 1.0)
     close = chief.next_close()
     assert close is not None
     chief.closed(close)
@@ -1053,3 +1058,80 @@ def test_auto_takes_all_after_a_warm_up_on_one() -> None:
     fleet.finish()
     fleet.check_all_counted()
     assert [len(close.accepted) for close in fleet.closes[:16]] == [1] * 12 + [4] * 4
+
+
+# ── losses that count ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def counted(total: float, count: float, unit: float, accuracy: float = 0.0) -> LossPart:
+    return LossPart(MeanPart(total, count), unit, {"accuracy": MeanPart(accuracy * count, count)})
+
+
+def closed_with(chief: Chief, *parts: LossPart) -> Close:
+    works = tickets(chief, *range(len(parts)))
+    for replica, (work, part) in enumerate(zip(works, parts, strict=True)):
+        chief.report(replica, work.ticket, chief.step, part, 1.0)
+    close = chief.next_close()
+    assert close is not None
+    return close
+
+
+def test_sums_are_divided_by_what_all_have_counted_and_gradients_weigh_as_their_units() -> None:
+    close = closed_with(begun(Sync(), 2, 10, 10), counted(6.0, 3.0, 3.0, 0.5), counted(14.0, 7.0, 5.0, 1.0))
+    assert (close.loss, close.samples) == (2.0, 10)
+    assert [accepted.weight for accepted in close.accepted] == [0.3, 0.5]
+    assert close.logged == {"accuracy": pytest.approx(0.85)}
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(close), type=Close) == close
+
+
+def test_one_that_counts_nothing_counts_nothing() -> None:
+    close = closed_with(begun(Sync(), 2, 10, 10), counted(0.0, 0.0, 5.0), counted(14.0, 7.0, 7.0))
+    assert (close.loss, [accepted.weight for accepted in close.accepted]) == (2.0, [5 / 7, 1.0])
+
+
+def test_an_async_gradient_is_divided_by_its_own_count_and_weighed_by_its_staleness() -> None:
+    chief = begun(Async(stale="scale"), 2, 100, 10)
+    first, second = tickets(chief, 0, 1)
+    chief.report(0, first.ticket, 0, counted(6.0, 3.0, 6.0), 1.0)
+    close = chief.next_close()
+    assert close is not None
+    assert (close.loss, close.accepted[0].weight, close.accepted[0].unit) == (2.0, 2.0, 2.0)
+    chief.closed(close)
+    chief.report(1, second.ticket, 0, counted(8.0, 4.0, 2.0), 1.0)
+    close = chief.next_close()
+    assert close is not None
+    assert close.accepted[0].staleness == 1
+    assert close.accepted[0].weight == 0.5 * Async(stale="scale").weight(1)
+    assert close.accepted[0].unit == 0.5
+
+
+@pytest.mark.parametrize(
+    ("parts", "sentence"),
+    [
+        ((counted(0.0, 0.0, 1.0), counted(0.0, 0.0, 1.0)), "loss is 'a sum over 0': the counts of the whole batch add"),
+        ((counted(1.0, 1.0, 1.0), loss_of(1.0)), "loss is 'a scalar': another part of the batch has (sum, count)"),
+        (
+            (counted(1.0, 1.0, 1.0), LossPart(MeanPart(1.0, 1.0))),
+            "loss is \"a dict with 'accuracy'\": another part of the batch has no such key",
+        ),
+    ],
+)
+def test_losses_that_cannot_be_added_up_are_refused(parts: tuple[LossPart, ...], sentence: str) -> None:
+    with pytest.raises(LossError) as raised:
+        closed_with(begun(Sync(), 2, 10, 10), *parts)
+    assert str(raised.value).startswith(sentence)
+
+
+def test_what_was_logged_reaches_every_replica_of_the_step() -> None:
+    chief = begun(Sync(), 2, 10, 10)
+    works = tickets(chief, 0, 1)
+    for replica, work in enumerate(works):
+        part = LossPart(MeanPart(1.0), logged={"error": MeanPart(float(replica)), "pairs": MeanPart(3.0, replica + 1)})
+        chief.report(replica, work.ticket, 0, part, 1.0)
+    close = chief.next_close()
+    assert close is not None
+    chief.closed(close)
+    for replica, work in enumerate(works):
+        outcome = chief.outcome(replica, work.ticket)
+        assert outcome is not None
+        assert outcome.logged == {"error": 0.5, "pairs": 2.0}

@@ -35,6 +35,7 @@ from paceline.central.shards import describe, plain_options
 from paceline.central.tables.tables import Rows, TableSpec
 from paceline.errors import CheckpointError, PacelineError
 from paceline.evaluations import EvaluationKey
+from paceline.loss_value import LossPart, MeanPart
 from paceline.rules import Async, Rule, Sync
 
 TABLE = TableSpec("words", 50, 4, 0, True)
@@ -132,7 +133,7 @@ class Training:
             incarnation=1,
             ticket=ticket.ticket,
             pulled=ticket.step,
-            loss=0.5,
+            loss=LossPart(MeanPart(0.5)),
             options=[plain_options(group) for group in self.optimizer.param_groups],
         )
         answer = self.training.report(request, buffers)

@@ -46,6 +46,7 @@ from paceline.central.tables.tables import TableSpec
 from paceline.cli.keys import make_certificate, make_keys
 from paceline.errors import PacelineError, SecurityError, Stalled
 from paceline.evaluations import EvaluationKey
+from paceline.loss_value import LossPart, MeanPart
 from paceline.net.frames import MAGIC, Channel
 from paceline.net.secure import Keys, proof_of
 from paceline.rules import Sync
@@ -372,7 +373,7 @@ def sensible(address: str) -> list[tuple[Any, int]]:
             Coding(layout, "fp32").bytes + 16 + 32,
         ),
         (requests.Push(**about, ticket=1, wire="int8", rows=[0]), Coding(layout, "int8").bytes),
-        (requests.Report(**about, ticket=1, pulled=0, loss=0.5, options=spec.optimizer.groups), 8),
+        (requests.Report(**about, ticket=1, pulled=0, loss=LossPart(MeanPart(0.5)), options=spec.optimizer.groups), 8),
         (requests.Apply(container="fuzz", close=made, options=spec.optimizer.groups), 0),
         (requests.Apply(container="fuzz", close=made, options=spec.optimizer.groups, measure=True), 0),
         (requests.Pull(container="fuzz", replica=0, at_least=0, wire="bf16"), 0),

@@ -25,7 +25,7 @@ class Case:
 
     model: nn.Module
     optimizer: Optimizer
-    loss: Callable[[nn.Module, Any], torch.Tensor]
+    loss: Callable[[nn.Module, Any], Any]
     data: Data
     batch_size: int
     scheduler: LRScheduler | None = None
@@ -188,6 +188,70 @@ def sparse_table() -> Case:
     return Case(model, optimizer, _cross_entropy, (words, _labels(44, 4)), 16)
 
 
+def _some(count: int, most: int) -> torch.Tensor:
+    """True for very different numbers of places: of most samples for none or one, of the others for many."""
+    drawn = torch.rand(count, generator=torch.Generator().manual_seed(10))
+    counts = ((drawn - 0.5).clamp(min=0) * 2 * (most + 1)).long()
+    return torch.arange(most) < counts[:, None]
+
+
+def _masked(output: torch.Tensor, target: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
+    """(sum, count) of the places that count; to log, how many are right, and a mean as such. Classes are dim 1."""
+    losses = F.cross_entropy(output, target, reduction="none")[mask]
+    right = ((output.argmax(1) == target) & mask).sum()
+    return {"loss": (losses.sum(), mask.sum()), "right": (right, mask.sum()), "per place": losses.detach().mean()}
+
+
+def masked_tokens() -> Case:
+    """A mean over tokens, of which some samples have many and some have none; clipping that bites."""
+
+    def loss(model: nn.Module, batch: Data) -> dict[str, Any]:
+        words, mask = batch
+        return _masked(model(words[:, :-1]).transpose(1, 2), words[:, 1:], mask)
+
+    words = torch.randint(20, (40, 13), generator=torch.Generator().manual_seed(9))
+    model = nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 20)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return Case(model, optimizer, loss, (words, _some(40, 12)), 16, clip_norm=0.3)
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 12, num_layers=2, batch_first=True)
+        self.last = nn.Linear(12, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.lstm(x)[0])  # type: ignore[no-any-return]
+
+
+def masked_frames() -> Case:
+    """The same over time."""
+
+    def loss(model: nn.Module, batch: Data) -> tuple[torch.Tensor, torch.Tensor]:
+        frames, labels, mask = batch
+        losses = F.cross_entropy(model(frames).transpose(1, 2), labels[:, None].expand(-1, 9), reduction="none")
+        return (losses * mask).sum(), mask.sum()
+
+    model = Tagger().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return Case(model, optimizer, loss, (_numbers(45, 9, 6).double(), _labels(45, 3), _some(45, 9)), 15)
+
+
+def masked_pixels() -> Case:
+    """The same over images, with other weights than whole numbers, and BatchNorm, which couples all samples."""
+
+    def loss(model: nn.Module, batch: Data) -> tuple[torch.Tensor, float]:
+        images, mask = batch
+        weights = mask.double()[:, None, None, :].expand(-1, 1, 12, -1) * 0.37
+        return (F.mse_loss(model(images), images[:, :1], reduction="none") * weights).sum(), float(weights.sum())
+
+    layers = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.Tanh(), nn.Conv2d(8, 1, 3, padding=1)
+    model = nn.Sequential(*layers).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return Case(model, optimizer, loss, (_numbers(39, 3, 12, 12).double(), _some(39, 12)), 16, clip_norm=0.05)
+
+
 def compiled() -> Case:
     """torch.compile wraps the module, and traces forward and backward ahead of time."""
     inner = nn.Sequential(nn.Linear(20, 32, bias=False), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 5))
@@ -206,4 +270,7 @@ MODELS: dict[str, Callable[[], Case]] = {
     "whole_tensors": whole_tensors,
     "sparse_table": sparse_table,
     "compiled": compiled,
+    "masked_tokens": masked_tokens,
+    "masked_frames": masked_frames,
+    "masked_pixels": masked_pixels,
 }

@@ -39,15 +39,18 @@ def train(name: str, options: argparse.Namespace) -> None:
     if options.resume:
         assert trainer.resume(options.resume / f"{name}.safetensors")
     losses: dict[int, float] = {}
+    logged: dict[int, dict[str, float]] = {}
     data = case.data if len(case.data) > 1 else case.data[0]
     for batch in trainer.batches(data, case.batch_size, epochs=EPOCHS, seed=3):
         number = trainer.steps
         losses[number] = trainer.step(batch)
+        logged[number] = trainer.logged
         if options.save and trainer.steps == SAVE_AFTER:
             trainer.save(options.save / f"{name}.safetensors")
     # A device of a cut model has parts, which differ from those of the others.
     whole = find_place().strategy.devices == 1
     told = {"losses": losses, "checksum": checksum(case.model) if whole else None, "ledger": trainer.ledger.check()}
+    told["logged"] = logged
     print(json.dumps({name: told}))
     trainer.close()
 

@@ -13,6 +13,8 @@ from torch import nn
 
 from paceline.exchange.board import Board
 from paceline.exchange.mailboxes import BOX_BYTES, Peers
+from paceline.loop.returned_loss import read_loss
+from paceline.loss_value import Weight
 from paceline.memory.arena import Arena
 from paceline.split.cut import SAME, WHOLE, capture
 from paceline.split.stages import StagesCut
@@ -28,6 +30,7 @@ class Device:
     model: nn.Module
     cut: StagesCut
     losses: list[float]
+    weight: float = 1.0  # by which its gradients are to be multiplied
     output: Any = None
     error: BaseException | None = None
 
@@ -91,7 +94,9 @@ def _work(device: Device, loss: Loss, batches: Sequence[Any], last: Any, ends: t
         cut.prepare(model, capture(model, lambda called: loss(called, batches[0])))
         for batch in batches:
             model.train()
-            device.losses.append(cut.train(loss, model, batch, 1.0, value_of))
+            part = cut.train(loss, model, batch, Weight.whole(), lambda found: read_loss(found, ""))
+            device.losses.append(part.loss.mean if part.loss is not None else 0.0)
+            device.weight = part.weight(part.loss.count) if part.loss is not None else 0.0
         if last is not None:
             model.eval()
             with torch.no_grad():

@@ -12,6 +12,8 @@ from devices import on_devices
 from torch import nn
 
 from paceline.exchange.mailboxes import Peers
+from paceline.loop.returned_loss import read_loss
+from paceline.loss_value import Weight
 from paceline.split.cut import open_cut
 from paceline.split.values import Layout, Split, Stages, Tiles
 
@@ -62,8 +64,8 @@ def test_what_is_frozen_is_neither_trained_nor_put_into_train_mode(split: Split)
         cut.prepare(model, ((IMAGES,), {}))
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             tensor.data = cut.part_of(name).of(tensor.data)
-        value = cut.train(loss, model, IMAGES, 1.0, lambda found: float(found.detach()))
-        return [module.training for module in model.modules()], value if cut.speaks else None
+        part = cut.train(loss, model, IMAGES, Weight.whole(), lambda found: read_loss(found, "")).loss
+        return [module.training for module in model.modules()], part.mean if cut.speaks and part else None
 
     results = on_devices(2, device)
     assert all(modes == [module.training for module in whole.modules()] for modes, _ in results)

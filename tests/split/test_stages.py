@@ -68,6 +68,29 @@ def assert_like_one_process(
             torch.testing.assert_close(device.output, expected, **CLOSE)
 
 
+def test_a_sum_over_very_unequal_micro_batches_has_the_gradient_of_the_mean_over_all() -> None:
+    x, mask = numbers(6, WIDTH), torch.tensor([0, 0, 1, 0, 7, 2]).double()
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)).double()
+
+    def loss(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        x, mask = batch
+        return (model(x).square().sum(1) * mask).sum(), mask.sum()
+
+    alone = make()
+    total, count = loss(alone, (x, mask))
+    (total / count).backward()  # type: ignore[no-untyped-call]
+    devices = pipeline(Stages(stages=2, micro_batches=3), make, loss, [(x, mask)])
+    assert devices[-1].losses == pytest.approx([float(total.detach() / count)], rel=1e-12)
+    gradients = summed_gradients(devices)
+    for name, parameter in alone.named_parameters():
+        found = gradients[name]
+        assert found is not None
+        torch.testing.assert_close(found * devices[-1].weight, parameter.grad, rtol=1e-12, atol=1e-15)
+
+
 # ── any model ────────────────────────────────────────────────────────────────────────────────────────────────
 
 

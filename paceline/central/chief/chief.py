@@ -22,7 +22,6 @@ a gradient is late, or (`_close_async`) too stale.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -38,6 +37,7 @@ from paceline.central.chief.reservations import Reservations
 from paceline.central.chief.tasks import TaskKey, Tasks
 from paceline.central.chief.tickets import Close, End, OpenTicket, Outcome, Wait, Work
 from paceline.data.book import Book, Runs, merged
+from paceline.loss_value import LossPart, check_alike, nothing_counted, over_samples
 from paceline.rules import Async, Rule, Sync
 
 
@@ -299,7 +299,7 @@ class Chief:
 
     # ── reports and steps ────────────────────────────────────────────────────────────────────────────────
 
-    def report(self, replica: int, number: int, pulled: int, loss: float, now: float) -> None:
+    def report(self, replica: int, number: int, pulled: int, loss: LossPart, now: float) -> None:
         """`replica` has left the gradient of that ticket with the servers."""
         if self._pace.late_ticket(replica) == number:
             self._pace.is_back(replica, now)
@@ -358,13 +358,25 @@ class Chief:
         self, tickets: Sequence[OpenTicket], rule: Async | None = None, compensation: float = 0.0
     ) -> Close:
         ordered = sorted(tickets, key=lambda ticket: (ticket.work.epoch, ticket.work.runs[0].start))
-        samples = sum(ticket.samples for ticket in ordered)
-        accepted = [ticket.accepted(self.step, samples, rule) for ticket in ordered]
-        loss = math.fsum(ticket.loss * ticket.samples for ticket in ordered) / samples
+        sizes = [ticket.samples for ticket in ordered]
+        samples, loss = sum(sizes), self._mean([ticket.loss for ticket in ordered], sizes)
+        assert loss.loss is not None
+        of = samples if loss.loss.count is None else loss.loss.count
+        accepted = [ticket.accepted(self.step, of, rule) for ticket in ordered]
         lr = rule.lr if rule is not None else 1.0
-        close = Close(self.step, ordered[0].chapter, samples, loss, accepted, lr, compensation)
+        mean = loss.loss.mean
+        close = Close(self.step, ordered[0].chapter, samples, mean, accepted, lr, compensation, loss.means)
         self._closing = close
         return close
+
+    def _mean(self, parts: Sequence[LossPart], samples: Sequence[int]) -> LossPart:
+        """Return what the losses of tickets of so many samples come to."""
+        check_alike(parts)
+        loss = over_samples([part.loss for part in parts if part.loss is not None], samples)
+        if loss.count == 0:
+            raise nothing_counted(self.step)
+        logged = {name: over_samples([part.logged[name] for part in parts], samples) for name in parts[0].logged}
+        return LossPart(loss, logged=logged)
 
     def closed(self, close: Close) -> None:
         """Count a step that all servers have made."""

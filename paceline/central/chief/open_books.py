@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from paceline.central.chief.books import Books
 from paceline.central.chief.members import ScriptPlace
 from paceline.central.chief.tickets import Accepted, Close, OpenTicket, Outcome
@@ -52,7 +54,7 @@ class OpenBooks:
     def count(self, close: Close) -> None:
         """Count a step that all servers have made."""
         self.step = close.step + 1
-        self.last = Outcome(None, close.loss, close.samples)
+        self.last = Outcome(None, close.loss, close.samples, close.logged)
         for accepted in close.accepted:
             self._chapters[close.chapter].commit(accepted.epoch, _runs(accepted))
             self.count_staleness(accepted.staleness)
@@ -73,7 +75,7 @@ class OpenBooks:
 
     def settle(self, replica: int, ticket: int, step: int | None) -> None:
         """Write down that a ticket went into a step, or into none."""
-        self._outcomes[replica] = (ticket, Outcome(step, self.last.loss, self.last.samples))
+        self._outcomes[replica] = (ticket, msgspec.structs.replace(self.last, step=step))
 
     def outcome(self, replica: int, ticket: int) -> Outcome:
         """Return what became of a ticket that is not open any more."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from paceline.data.book import Runs
+from paceline.loss_value import NOTHING, LossPart
 from paceline.rules import Async
 
 # ── told to servers ──────────────────────────────────────────────────────────────────────────────────────────
@@ -22,6 +23,7 @@ class Accepted(msgspec.Struct, frozen=True, array_like=True):
     staleness: int
     epoch: int
     runs: list[tuple[int, int]]
+    unit: float = 1.0  # its gradient times this is that of its own mean loss
 
 
 class Close(msgspec.Struct, frozen=True):
@@ -34,6 +36,7 @@ class Close(msgspec.Struct, frozen=True):
     accepted: list[Accepted]
     lr: float = 1.0
     compensation: float = 0.0
+    logged: dict[str, float] = {}  # means of what losses log beside themselves
 
 
 # ── told to replicas ─────────────────────────────────────────────────────────────────────────────────────────
@@ -72,6 +75,7 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
     step: int | None
     loss: float
     samples: int
+    logged: dict[str, float] = {}
 
 
 # ── the chief's own ──────────────────────────────────────────────────────────────────────────────────────────
@@ -86,7 +90,7 @@ class OpenTicket:
     sync: bool  # the rule under which it was handed out
     pushed: bool = False
     pulled: int = 0
-    loss: float = 0.0
+    loss: LossPart = NOTHING  # as if its samples were the whole batch
 
     @property
     def samples(self) -> int:
@@ -96,15 +100,19 @@ class OpenTicket:
         """Return how many steps came after the parameters that it was computed on, when so many have been made."""
         return max(0, step - self.pulled)
 
-    def accepted(self, step: int, of: int, rule: Async | None) -> Accepted:
-        """Return what it is in a step of so many samples; an async `rule` weighs stale ones."""
+    def accepted(self, step: int, of: float, rule: Async | None) -> Accepted:
+        """Return what it is in a step of so many samples, or of what its loss counts; an async `rule` weighs stale
+        ones."""
         staleness = self.staleness(step)
+        counted = self.loss.loss.count if self.loss.loss is not None else None
+        size = self.samples if counted is None else self.loss.unit
         return Accepted(
             ticket=self.work.ticket,
             replica=self.replica,
-            weight=self.samples / of * (rule.weight(staleness) if rule is not None else 1.0),
+            weight=size / of * (rule.weight(staleness) if rule is not None else 1.0),
             samples=self.samples,
             staleness=staleness,
             epoch=self.work.epoch,
             runs=[(run.start, run.stop) for run in self.work.runs],
+            unit=self.loss.weight(counted),
         )

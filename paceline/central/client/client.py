@@ -34,6 +34,7 @@ from paceline.central.shards import Shards, TableSpec, describe, plain_options
 from paceline.central.tables.embedding import Lookup, find_tables
 from paceline.data.script_call import ScriptCall
 from paceline.errors import ArenaError, CheckpointError, ModelError
+from paceline.loss_value import LossPart
 from paceline.machine import machine_identity
 from paceline.memory.arena import Arena
 from paceline.memory.server_arena import ServerArena
@@ -327,7 +328,7 @@ class Client:
         if length:
             receive(channel, self._buffers)
 
-    def report(self, ticket: int, loss: float) -> replies.Settled | replies.Ticket:
+    def report(self, ticket: int, loss: LossPart) -> replies.Settled | replies.Ticket:
         refuse_added_parameters(self.options_from, self._group_sizes)
         request = requests.Report(
             **self._mine,

@@ -20,6 +20,7 @@ from paceline.central.messages.requests import Ask, Open
 from paceline.central.messages.settings import Settings
 from paceline.central.shards import DTYPES, MAP_VERSION, Option, Spec
 from paceline.errors import InvalidInput, PacelineError
+from paceline.loss_value import LossPart
 from paceline.rules import Sync
 from paceline.run_place import check_container
 from paceline.strategy import DURABILITIES, MOST_SERVERS, MOST_TIMEOUT_S, one_of
@@ -139,6 +140,17 @@ def check_options(options: Sequence[Mapping[str, Option]], groups: Sequence[Mapp
                 raise PacelineError(f"the optimizer's {key} cannot be {value!r} in this container")
         if missing := sorted(known.keys() - given.keys()):
             raise PacelineError(f"the optimizer's {missing[0]} is missing")
+
+
+def check_loss(part: LossPart) -> None:
+    """The loss of a ticket: a diverged one is none of our business, what it is divided by is."""
+    if part.loss is None:
+        raise PacelineError("a ticket was reported without a loss")
+    if not (math.isfinite(part.unit) and part.unit > 0):
+        raise InvalidInput("unit", part.unit, "give a number above 0")
+    for counted in (part.loss, *part.logged.values()):
+        if counted.count is not None and not (math.isfinite(counted.count) and counted.count >= 0):
+            raise InvalidInput("count", counted.count, "give a number from 0 up")
 
 
 def _alike(value: Option, known: Option) -> bool:

@@ -22,7 +22,7 @@ from paceline.central.messages.records import Made, packed
 from paceline.central.messages.replies import Copied, Done, SquaredNorm
 from paceline.central.messages.requests import Apply, Copy, Drop, Freeze, Request, Thaw
 from paceline.central.shards import Option
-from paceline.errors import PacelineError, Stalled
+from paceline.errors import LossError, PacelineError, Stalled
 
 Options = Sequence[dict[str, Option]]
 
@@ -56,6 +56,8 @@ class StepCloser:
     def begin_run(self, others: Sequence[Connection]) -> None:
         """Another run goes on, which knows the other servers under these addresses."""
         self.options.clear()
+        if isinstance(self._failure, LossError):
+            self._failure = None  # nothing was made of that
         self._disconnect()
         self._others = others
 
@@ -65,7 +67,10 @@ class StepCloser:
             with self._changed:
                 if self.busy or self._failure is not None:
                     return
-                close = self._state.chief.next_close()
+                try:
+                    close = self._state.chief.next_close()
+                except LossError as error:  # whoever has reported is told
+                    self._failure, close = error, None
                 if close is None:
                     self._changed.notify_all()  # somebody's ticket may have been dropped
                     return

@@ -159,12 +159,12 @@ class StepMaker:
             return gradient
         # What the gradient would be on the parameters as they are now, to first order: g + H (now - pulled). The
         # Hessian's diagonal is about the mean square of the samples' gradients (Fisher), which is as many times the
-        # square of their mean as there are samples. A correction larger than the gradient is beyond what the first
-        # order tells: with large steps it would swing by itself.
+        # square of their mean as there are samples (and not what a loss counts: that has any unit). A correction larger
+        # than the gradient is beyond what the first order tells: with large steps it would swing by itself.
         pulled = arena.chunk_of(arena.pulled[accepted.replica], chunk)
         now = arena.chunk_of(arena.parameters, chunk)
         correction = torch.sub(now, pulled, out=_typed(updater.correction, chunk))
-        relative = correction.mul_(gradient).mul_(compensation * accepted.samples).clamp_(-1.0, 1.0)
+        relative = correction.mul_(gradient).mul_(compensation * accepted.samples * accepted.unit).clamp_(-1.0, 1.0)
         return relative.add_(1.0).mul_(gradient)
 
     def corrects(self, accepted: Accepted, compensation: float) -> bool:

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from paceline.central.chief.tasks import EvaluationTask
 from paceline.central.chief.tickets import End, Outcome, Wait, Work
-from paceline.central.container.bounds import check_ask, check_count, check_options
+from paceline.central.container.bounds import check_ask, check_count, check_loss, check_options
 from paceline.central.container.chief_state import ChiefState
 from paceline.central.container.closing import StepCloser
 from paceline.central.container.container import Container
@@ -28,7 +28,8 @@ from paceline.central.messages.requests import Ask, GiveBack, Report, Task, Task
 from paceline.central.messages.settings import Settings
 from paceline.central.shards import Spec
 from paceline.data.script_call import ScriptCall
-from paceline.errors import DataError, ModelError, PacelineError
+from paceline.errors import ModelError, PacelineError
+from paceline.loss_value import LossPart, differing_kinds
 from paceline.rules import Rule
 
 ANSWER_WITHIN_S = 2.0  # a wait is answered with `Waiting` at least this often
@@ -48,7 +49,8 @@ class ContainerTraining:
         self._changed = self.state.changed  # guards all below
         self._checks: list[int] = []  # checksums of the parameters that the first replica has brought
         self._calls: dict[int | EvaluationTask, ScriptCall] = {}  # as whoever was first has made them
-        self._difference: DataError | None = None  # between replicas: nothing is right from there on
+        self._difference: PacelineError | None = None  # between replicas: nothing is right from there on
+        self._counted: bool | None = None  # whether the loss is (sum, count), as whoever was first says
 
     # ── runs and their replicas ──────────────────────────────────────────────────────────────────────────
 
@@ -68,7 +70,7 @@ class ContainerTraining:
             self.state.begin_run()
             self.presence.begin_run()
             self.closer.begin_run(others)
-            self._checks, self._calls, self._difference = [], {}, None
+            self._checks, self._calls, self._difference, self._counted = [], {}, None, None
 
     def go_on(self) -> None:
         """Take up the work of the process before."""
@@ -93,7 +95,16 @@ class ContainerTraining:
     def _compare_calls(self, key: int | EvaluationTask, call: ScriptCall) -> None:
         """Let nobody go on if a replica has called `batches` or `evaluate` with something else than another one."""
         first = self._calls.setdefault(key, call)
-        self._difference = self._difference or call.difference(first)
+        self._raise_for_all(call.difference(first))
+
+    def _compare_losses(self, loss: LossPart) -> None:
+        """The same if its loss is of another kind."""
+        if self._counted is None:
+            self._counted = loss.counted
+        self._raise_for_all(differing_kinds(counted=loss.counted) if loss.counted != self._counted else None)
+
+    def _raise_for_all(self, difference: PacelineError | None) -> None:
+        self._difference = self._difference or difference
         if self._difference is not None:
             self._changed.notify_all()
             raise self._difference
@@ -213,8 +224,10 @@ class ContainerTraining:
         """Return what became of a ticket whose gradient is with all servers; or more work in its place."""
         replica = request.replica
         check_options(request.options, self.container.spec.optimizer.groups)
+        check_loss(request.loss)
         with self._changed:
             self._check(replica, request.incarnation)
+            self._compare_losses(request.loss)
             self.closer.options[replica] = request.options
             self.state.buffers.put(replica, buffers)
             self.state.chief.report(replica, request.ticket, request.pulled, request.loss, time.monotonic())
@@ -242,6 +255,7 @@ class ContainerTraining:
             chief=self._speaks(replica),
             seen=self.state.seen,
             next=self._ticket(coming) if isinstance(coming, Work) else None,
+            logged=outcome.logged,
         )
 
     # ── tasks ────────────────────────────────────────────────────────────────────────────────────────────

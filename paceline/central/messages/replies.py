@@ -87,6 +87,7 @@ class Settled(_Reply, frozen=True, kw_only=True):
     chief: bool  # whether this replica speaks for the others
     seen: int  # samples counted so far
     next: Ticket | None = None
+    logged: dict[str, float] = {}  # means over the step of what losses log beside themselves
 
 
 class TaskPart(_Reply, frozen=True, kw_only=True):

@@ -22,6 +22,7 @@ from paceline.central.messages.settings import Settings
 from paceline.central.messages.tensor_bytes import Entry
 from paceline.central.shards import Option, Spec
 from paceline.data.script_call import ScriptCall
+from paceline.loss_value import LossPart
 from paceline.rules import Rule
 
 
@@ -131,7 +132,7 @@ class Report(_Request, frozen=True, kw_only=True):
     incarnation: int
     ticket: int
     pulled: int
-    loss: float
+    loss: LossPart
     options: list[dict[str, Option]]
     ask: Ask | None = None  # for what comes next, if it is there when this is settled
 

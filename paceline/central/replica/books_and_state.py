@@ -23,9 +23,9 @@ def with_counted(ledger: Ledger | None, chapter: int, books: Books) -> Ledger | 
 def with_books(state: RunState, books: Books) -> RunState:
     """Returns the state of a run that has come as far as the chief's books say."""
     ledger = with_counted(Ledger.like(state.ledger), state.chapter, books) if state.ledger is not None else None
-    names = {result.key: result.names for result in state.results}
+    known = {result.key: result for result in state.results}
     results = [
-        EvaluationResult(task.key, sums, names.get(task.key))
+        msgspec.structs.replace(known.get(task.key, EvaluationResult(task.key, [], None)), sums=sums)
         for task, sums in books.results
         if isinstance(task, EvaluationTask)
     ]

@@ -75,7 +75,7 @@ class LeadingEngine(CentralizedEngine):
     def step(self, batches: Sequence[Batch]) -> Closed:
         closed = super().step(batches)
         seen = self._board.get(self._row, Word.SAMPLES_SEEN) if self._board is not None else 0
-        self._devices.tell(StepClosed(closed.loss, closed.samples, closed.count, self.client.step, seen))
+        self._devices.tell(StepClosed(closed.loss, closed.samples, closed.count, self.client.step, seen, closed.logged))
         return closed
 
     def _compute(self, batch: Batch, ticket: Ticket) -> Computed:
@@ -207,7 +207,7 @@ class FollowingEngine:
         board.set(row, Word.STEP, order.steps)
         board.set(row, Word.SAMPLES_SEEN, order.seen)
         board.enter(row, Phase.BETWEEN)
-        return Closed(order.loss, order.samples, order.replicas)
+        return Closed(order.loss, order.samples, order.replicas, logged=order.logged)
 
     def total(self, key: EvaluationKey, call: ScriptCall, over: Callable[[range], torch.Tensor]) -> torch.Tensor:
         self.agree(call)

@@ -29,6 +29,7 @@ from paceline.exchange.board import Board
 from paceline.exchange.mailboxes import Peers
 from paceline.exchange.together import Together
 from paceline.loop.engine import Batch, Computed, ReplicaWork
+from paceline.loss_value import NOTHING, LossPart, Weight
 from paceline.memory.arena import Arena
 from paceline.memory.model_arena import ModelArena, Sizes
 from paceline.optim.batchnorm import Statistics, make_exact
@@ -71,6 +72,7 @@ class StepClosed(Order, frozen=True):
     replicas: int
     steps: int
     seen: int
+    logged: dict[str, float] = {}
 
 
 class EvaluatePart(Order, frozen=True):
@@ -95,6 +97,8 @@ class ActDone(Order, frozen=True):
 _ORDERS = msgspec.msgpack.Decoder(
     CallMade | TicketTaken | ComputeTicket | StepClosed | EvaluatePart | EvaluationTotal | ActDone
 )
+
+_LOSSES = msgspec.msgpack.Decoder(LossPart)
 
 
 class Devices:
@@ -197,14 +201,20 @@ class Devices:
         self._parts.take_buffers()
 
     def compute(self, batch: Batch, ticket: Ticket) -> Computed:
-        """Runs forward and backward of the replica's samples. Returns their mean loss."""
+        """Runs forward and backward of the replica's samples. Returns their loss."""
         assert self._collector is not None
         with self._collector.step():
             computed = batch.compute(self, ticket)
         self._parts.mark(self._collector.finish(), self._inside.arena.touched[self._peers.rank])
         self._parts.publish_buffers()
-        loss = self._of_speaker(torch.tensor([computed.loss], dtype=torch.float64))
-        return Computed(float(loss), computed.samples)
+        return Computed(self._loss_of_speaker(computed.loss), computed.samples)
+
+    def _loss_of_speaker(self, own: LossPart) -> LossPart:
+        """The loss of the device whose it is, on all; nobody goes on before all have come."""
+        text = msgspec.msgpack.encode(own if self.cut.speaks else NOTHING)
+        told = self._everyone.exchange(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        parts = [_LOSSES.decode(bytes(part.tolist())) for part in told]
+        return next((part for part in parts if part.loss is not None), NOTHING)
 
     @contextmanager
     def one_pass(self, work: ReplicaWork, number: int, batch: Any, *, is_last: bool) -> Iterator[None]:
@@ -214,7 +224,7 @@ class Devices:
         finally:
             self._statistics.sum = None
 
-    def train(self, loss: Loss, batch: Any, weight: float, check: Check) -> float:
+    def train(self, loss: Loss, batch: Any, weight: Weight, check: Check) -> LossPart:
         return self.cut.train(loss, self.model, batch, weight, check)
 
     def gather(self, whole: nn.Module) -> None:

@@ -228,7 +228,7 @@ class CentralizedEngine:
         self.client.expect(batch.micro_batches)
         worked = work_on(self.client, batch, partial(self._compute, batch), self.enter)
         self.settled(worked)
-        return Closed(worked.settled.loss, worked.settled.samples, worked.settled.replicas)
+        return worked.closed
 
     def _compute(self, batch: Batch, ticket: Ticket) -> Computed:
         return batch.compute(self._worker, ticket)

@@ -188,7 +188,7 @@ class InGraphEngine(CentralizedEngine):
         if first.sync and not self._replicas[0].is_busy and self.client.pulled < self._step:
             self.refresh()  # it had no part in this step
         self.settled(worked)
-        return Closed(worked.settled.loss, worked.settled.samples, worked.settled.replicas)
+        return worked.closed
 
     def _is_over(self, ticket: Ticket) -> bool:
         """Whether the user may go on."""

@@ -9,7 +9,6 @@ others find it made, so whoever dies in between, the rows are updated exactly on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,16 +53,17 @@ class TablesOnServers(StepPart):
         self._client.push(number, [])
 
     def squared_norm(self, step: DecidedStep) -> float:
-        return self._client.measure(self._close(step.number, step.members.ranks))
+        return self._client.measure(self._close(step))
 
     def update(self, step: DecidedStep, scale: float) -> None:
-        self._client.make(self._close(step.number, step.members.ranks), scale)
+        self._client.make(self._close(step), scale)
 
-    def _close(self, number: int, replicas: Sequence[int]) -> Close:
+    def _close(self, step: DecidedStep) -> Close:
         assert self._ahead is not None
-        # The gradients are of each replica's share of the mean loss: they are added as they are.
-        accepted = [Accepted(number, replica, 1.0, 1, 0, 0, []) for replica in replicas]
-        return Close(number - self._ahead, 0, len(accepted), 0.0, accepted)
+        # The gradients of each replica's share of a mean over samples are added as they are.
+        weights = step.weights or dict.fromkeys(step.members.ranks, 1.0)
+        accepted = [Accepted(step.number, rank, weights[rank], 1, 0, 0, []) for rank in step.members.ranks]
+        return Close(step.number - self._ahead, 0, len(accepted), 0.0, accepted)
 
     # ── whole tables ─────────────────────────────────────────────────────────────────────────────────────
 

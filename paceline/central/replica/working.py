@@ -12,7 +12,7 @@ from paceline.central.client.client import Client
 from paceline.central.messages.replies import Settled, Ticket
 from paceline.errors import LossError
 from paceline.exchange.board import Phase
-from paceline.loop.engine import Batch, Computed, ReplicaWork
+from paceline.loop.engine import Batch, Closed, Computed, ReplicaWork
 from paceline.loop.passes import PlainWorker
 
 
@@ -36,6 +36,12 @@ class Worked:
     compute_ns: int
     wait_ns: int
 
+    @property
+    def closed(self) -> Closed:
+        """The step that it went into, or the last one."""
+        settled = self.settled
+        return Closed(settled.loss, settled.samples, settled.replicas, logged=settled.logged)
+
 
 def work_on(
     client: Client, batch: Batch, compute: Callable[[Ticket], Computed], enter: Callable[[Phase], None]
@@ -54,7 +60,9 @@ def work_on(
             client.abandon()
             raise
         used = client.collector.finish()
-        if used and not any(used) and not client.tables:
+        loss = computed.loss.loss
+        counted_nothing = loss is not None and loss.count == 0
+        if used and not any(used) and not client.tables and not counted_nothing:
             raise LossError("loss", "computed", "no parameter has a gradient; use the model that it is called with")
         computed_at = time.monotonic_ns()
         enter(Phase.AWAITING_SERVERS)

@@ -11,6 +11,7 @@ from torch import nn
 
 from paceline.errors import ModelError, StrategyError
 from paceline.exchange.mailboxes import DeviceGroup, Peers
+from paceline.loss_value import LossPart, Weight
 from paceline.optim.models import in_mode
 from paceline.split.cut import SAME, WHOLE, Check, Cut, Example, Loss, TensorPart
 from paceline.split.layout.atoms import Atom, leaves
@@ -69,7 +70,7 @@ class LayoutCut(Cut):
         self._check_usage()
         model.forward = self._forward
 
-    def train(self, loss: Loss, model: nn.Module, batch: Any, weight: float, check: Check) -> float:
+    def train(self, loss: Loss, model: nn.Module, batch: Any, weight: Weight, check: Check) -> LossPart:
         if self._loss_check is not None:
             return super().train(loss, model, batch, weight, check)
         in_parts = [p for name, p in model.named_parameters() if self.part_of(name).index]

@@ -23,6 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from paceline.errors import DataError, ModelError
 from paceline.exchange.mailboxes import Peers
 from paceline.exchange.packing import CannotTravel, pack, receive, send
+from paceline.loss_value import NOTHING, LossPart, Weight
 from paceline.optim.models import in_mode
 from paceline.seeds import mixed
 from paceline.split import values
@@ -47,7 +48,7 @@ class _Flight:
     """A micro-batch between its forward and its backward."""
 
     seed: int
-    share: float
+    weight: Weight
     called: bool = False
     taken: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # by stage: got from it, may get a gradient
     given: dict[int, list[GradientEdge]] = field(default_factory=dict)  # by stage: whose gradients it will send
@@ -227,19 +228,19 @@ class StagesCut(Cut):
 
     # ── training ─────────────────────────────────────────────────────────────────────────────────────────
 
-    def train(self, loss: Loss, model: nn.Module, batch: Any, weight: float, check: Check) -> float:
+    def train(self, loss: Loss, model: nn.Module, batch: Any, weight: Weight, check: Check) -> LossPart:
         pieces = micro_batches(batch, self._split.micro_batches)
         if len(pieces) < self._split.micro_batches:
             self._check_statistics(model, len(pieces))
         # The same on all devices of the replica, now and, after having drawn different things, at the end.
         seed = int(torch.randint(2**62, ()))
         flights: dict[int, _Flight] = {}
-        total = 0.0
+        total = NOTHING
         for what, number in order(self._split.schedule, self._stage, self._last + 1, len(pieces)):
             if what == FORWARD:
                 piece, share = pieces[number]
-                flights[number] = _Flight(mixed(seed, number), share * weight)
-                total += self._forward_one(loss, model, piece, flights[number], check)
+                flights[number] = _Flight(mixed(seed, number), weight.part(share))
+                total = total + self._forward_one(loss, model, piece, flights[number], check)
             else:
                 self._backward_one(flights.pop(number))
         torch.default_generator.manual_seed(mixed(seed, -1))
@@ -255,21 +256,21 @@ class StagesCut(Cut):
                 "give fewer micro-batches, or drop_last=True",
             )
 
-    def _forward_one(self, loss: Loss, model: nn.Module, piece: Any, flight: _Flight, check: Check) -> float:
+    def _forward_one(self, loss: Loss, model: nn.Module, piece: Any, flight: _Flight, check: Check) -> LossPart:
         """Runs a micro-batch forward. Returns its share of the loss, on the last stage."""
         torch.default_generator.manual_seed(flight.seed)
         self._flight = flight
         try:
-            found = loss(model, piece)
+            returned = loss(model, piece)
         except _Passed:
-            return 0.0
+            return NOTHING
         finally:
             self._flight = None
         if not flight.called:
             raise ModelError("loss", "it never calls the model", "a cut model must be called as model(…) in the loss")
-        value = check(found)
-        flight.loss = found * flight.share
-        return value * flight.share
+        found = check(returned)
+        flight.loss = found.weighted(flight.weight)
+        return found.part(flight.weight)
 
     def _backward_one(self, flight: _Flight) -> None:
         """Runs a micro-batch backward, and sends gradients to the stages before."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from paceline.errors import ModelError, StrategyError
 from paceline.exchange.mailboxes import DeviceGroup, Peers
+from paceline.loss_value import LossPart, Weight
 from paceline.optim.models import in_mode, own_state
 from paceline.split.cut import SAME, WHOLE, Check, Cut, Example, Loss, TensorPart, left_as_it_was, train
 from paceline.split.tiles.halo_exchange import gathered
@@ -62,9 +63,9 @@ class TilesCut(Cut):
     def over_devices(self, module: nn.Module) -> bool:
         return module in self._norms and self._norms[module].sees_tiles
 
-    def train(self, loss: Loss, model: nn.Module, batch: Any, weight: float, check: Check) -> float:
+    def train(self, loss: Loss, model: nn.Module, batch: Any, weight: Weight, check: Check) -> LossPart:
         """Computes the loss, as all devices do; it counts on the first: gradients are summands."""
-        return train(loss, model, batch, weight if self.speaks else 0.0, check)
+        return train(loss, model, batch, weight if self.speaks else weight.silenced(), check)
 
     # ── the model's forward ──────────────────────────────────────────────────────────────────────────────
 
