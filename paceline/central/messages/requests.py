@@ -274,35 +274,10 @@ class Forget(_OfShare, frozen=True, kw_only=True):
     """That copy is not needed any more."""
 
 
+Greeting = Hello | Proof
+OfReplica = Open | Fill | Push | Pull | PullRows | PutRows | Ask | Report | Task | TaskDone | GiveBack | Leave
+OfTraining = Stop | SetRule | Freeze | Thaw | Restore | Apply | Drop | Copy  # as a whole
+Reading = ReadBuffers | Describe | ReadFrozen | ReadBooks | Containers
 OfAnotherServer = KeepWhole | Keep | Fetch | Forget  # about its share
-Request = (
-    Hello
-    | Proof
-    | Open
-    | Fill
-    | Push
-    | Pull
-    | PullRows
-    | PutRows
-    | Ask
-    | Report
-    | Task
-    | TaskDone
-    | GiveBack
-    | Leave
-    | Stop
-    | SetRule
-    | ReadBuffers
-    | Describe
-    | Freeze
-    | ReadFrozen
-    | Thaw
-    | Restore
-    | ReadBooks
-    | Apply
-    | Containers
-    | Drop
-    | Copy
-    | OfAnotherServer
-)
+Request = Greeting | OfReplica | OfTraining | Reading | OfAnotherServer
 REQUESTS = msgspec.msgpack.Decoder(Request)
