@@ -6,7 +6,6 @@ None of it disturbs a training: `save` and `copy` have the servers keep a copy a
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import os
 import sys
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from paceline.cli import action
 from paceline.cli.plan import addresses
 from paceline.errors import InvalidInput
 from paceline.net.secure import Keys, is_loopback, read_token
@@ -51,20 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "paceline container {list | show NAME | save NAME PATH | drop NAME | copy NAME NEW} --at ADDRESSES"
     parser.description = "List, show, save, drop and copy the containers that servers keep."
     parser.epilog = EXAMPLES
-    parser.add_argument("action", type=_action, metavar="ACTION", help=f"one of {', '.join(ACTIONS)}")
+    parser.add_argument("action", type=action(ACTIONS), metavar="ACTION", help=f"one of {', '.join(ACTIONS)}")
     parser.add_argument("operands", nargs="*", metavar="NAME", help="what it is about")
     parser.add_argument("--at", required=True, metavar="ADDRESSES", help="of servers, such as 127.0.0.1:7070")
     parser.add_argument("--token", metavar="PATH", help="their token: the file, or the --dir it is in")
     parser.add_argument("--keys", type=Path, metavar="FOLDER", help="instead of a token, on other machines")
     parser.add_argument("--force", action="store_true", help="of drop: also while replicas train it")
     parser.add_argument("--json", action="store_true", help="as JSON")
-
-
-def _action(text: str) -> str:
-    if text not in ACTIONS:
-        near = difflib.get_close_matches(text, ACTIONS, n=1, cutoff=0.5)
-        raise InvalidInput("action", text, f"did you mean {near[0]}?" if near else f"give one of {', '.join(ACTIONS)}")
-    return text
 
 
 def execute(options: argparse.Namespace) -> int:
