@@ -34,6 +34,7 @@ from paceline.central.shards import Shards, TableSpec, describe, plain_options
 from paceline.central.tables.embedding import Lookup, find_tables
 from paceline.data.script_call import ScriptCall
 from paceline.errors import ArenaError, CheckpointError, ModelError
+from paceline.loop.engine import Chapter
 from paceline.machine import machine_identity
 from paceline.memory.arena import Arena
 from paceline.memory.server_arena import ServerArena
@@ -289,25 +290,19 @@ class Client:
         return self._views[0].connection
 
     def ask(
-        self,
-        *,
-        chapter: int,
-        length: int,
-        batch_size: int,
-        left_out: int,
-        stop_epoch: int,
-        call: ScriptCall | None,
-        at_once: bool = False,
+        self, chapter: Chapter, call: ScriptCall | None, *, at_once: bool = False
     ) -> replies.Ticket | replies.Ended | replies.Waiting:
         """Work in a chapter; waits for it, unless it has to be `at_once`. What comes after it is asked for with the
-        report on it."""
+        report on it. `call`: in which it is asked."""
+        ledger = chapter.ledger
+        assert ledger.length is not None
         request = requests.Ask(
             **self._mine,
-            chapter=chapter,
-            length=length,
-            batch_size=batch_size,
-            left_out=left_out,
-            stop_epoch=stop_epoch,
+            chapter=chapter.number,
+            length=ledger.length,
+            batch_size=ledger.batch_size,
+            left_out=ledger.length % ledger.batch_size if ledger.drop_last else 0,
+            stop_epoch=chapter.stop_epoch,
             call=call,
             at_once=at_once,
         )
