@@ -91,7 +91,11 @@ class Client:
         frozen = [(name, parameter) for name, parameter, group in named if group is None]
         self._buffers = [] if only_tables else list(own_state(model).named_buffers())
         self._checks = [zlib.crc32(bytes_of(parameters[name])) for name in self.shards.names]
-        self._views = [self._view(number) for number in range(len(servers.addresses))]
+        self._connect = partial(servers.connection, who=f"replica {replica}", timeout_s=settings.timeout_s)
+        self._views = [
+            ServerView(self._connect(number, first_contact_s=servers.first_contact_s), layout)
+            for number, layout in enumerate(self.shards.layouts)
+        ]
         for number, view in enumerate(self._views):
             view.connection.introduce = self._introducer(number)
         self._ended = ended
@@ -133,21 +137,6 @@ class Client:
         )
 
     # ── opening ──────────────────────────────────────────────────────────────────────────────────────────
-
-    def _view(self, number: int) -> ServerView:
-        connection = self._connection(number, f"server {number}", self._servers.first_contact_s)
-        return ServerView(connection, self.shards.layouts[number])
-
-    def _connection(self, number: int, name: str, first_contact_s: float | None = None) -> Connection:
-        return Connection(
-            self._servers.addresses[number],
-            token=self._servers.token,
-            keys=self._servers.keys,
-            who=f"replica {self.replica}",
-            name=name,
-            timeout_s=self._settings.timeout_s,
-            first_contact_s=first_contact_s,
-        )
 
     def _introducer(self, number: int) -> Callable[[], None]:
         view = self._views[number]
@@ -199,7 +188,7 @@ class Client:
             initial.take_what_is_not_trained(self._to_chief)
         for number, view in enumerate(self._views):
             self._found_alive(view, partial(self.rows.attach, number))
-        self.rows.connect([self._connection(number, f"server {number}") for number in range(len(self._views))])
+        self.rows.connect([self._connect(number) for number in range(len(self._views))])
 
     def _attach(self, view: ServerView) -> ServerArena:
         assert view.opened is not None
