@@ -144,7 +144,7 @@ def _commit(path: Path, model: Tensors, training: Tensors, notes: dict[str, Any]
     training_checksums = write_tensors(partial("training"), training, lambda _: {_SAVE_KEY: save})
     write_tensors(partial("model"), model, model_metadata)
     os.replace(partial("training"), training_file)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
     # A file that is damaged, or no save at all, must not push a good one out of `.previous`.
     has_previous = keep > 1 and _looks_like_a_save(path)
     if has_previous:
@@ -152,7 +152,7 @@ def _commit(path: Path, model: Tensors, training: Tensors, notes: dict[str, Any]
     os.replace(partial("model"), path)
     if has_previous:
         _make_previous(partial("previous"), path, keep)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
     for old in _previous_saves(path)[keep - 1 :]:
         old.unlink()
 
@@ -299,7 +299,8 @@ def _identity(path: Path) -> tuple[int, int, int] | None:
     return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder, as they are now, survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
