@@ -33,7 +33,6 @@ class ServerSetting(msgspec.Struct, frozen=True, kw_only=True):
     descriptor: int  # of its listening socket
     token_folder: str
     folder: str | None = None  # where it keeps its log
-    keys: str | None = None
 
 
 class ServerProcess:
