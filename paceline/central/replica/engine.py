@@ -237,16 +237,9 @@ class CentralizedEngine:
 
     def note(self, worked: Worked) -> None:
         """Shows on the board what became of a ticket."""
-        board, row, outcome = self._board, self._row, worked.settled
-        if board is None:
-            return
-        board.set(row, Word.COMPUTE_NS, worked.compute_ns)
-        board.set(row, Word.WAIT_NS, worked.wait_ns)
-        board.set(row, Word.UPDATE_NS, 0)
-        board.set_float(row, Word.MEAN_LOSS, outcome.loss)
-        board.set(row, Word.STEP, outcome.step)
-        board.set(row, Word.SAMPLES_SEEN, outcome.seen)
-        board.enter(row, Phase.BETWEEN)
+        outcome, times_ns = worked.settled, (worked.compute_ns, worked.wait_ns, 0)
+        if self._board is not None:
+            self._board.end_step(self._row, times_ns, outcome.loss, outcome.seen, outcome.step)
 
     def enter(self, phase: Phase) -> None:
         if self._board is not None:
