@@ -23,9 +23,10 @@ import re
 import secrets
 import shutil
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -48,6 +49,8 @@ _SUFFIX = ".safetensors"
 _TRAINING_NAME = r"\.(step-\d+-)?[0-9a-f]{8}\.training\.safetensors"
 _PREVIOUS_NAME = r"\.previous(?:-(\d+))?\.safetensors"
 _PARTIAL_NAME = r"\.[0-9a-f]{8}\.(model|training|previous)\.partial"
+
+Loaded = TypeVar("Loaded")
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ def read(path: str | os.PathLike[str], *, fall_back: bool = False) -> Checkpoint
     reasons = []
     for candidate in [newest, *(_previous_saves(newest) if fall_back else [])]:
         try:
-            return _load_while_saved(candidate)
+            return _while_saved(candidate, _load)
         except CheckpointError as error:
             reasons.append(str(error))
     raise CheckpointError("; and ".join(reasons))
@@ -115,19 +118,7 @@ def read(path: str | os.PathLike[str], *, fall_back: bool = False) -> Checkpoint
 def read_model(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     """The model's own tensors alone: of a save, verified, its training file need not be there; or of any safetensors
     file."""
-    path = Path(os.path.realpath(path))
-    while True:
-        before = _identity(path)
-        try:
-            metadata = read_metadata(path)
-            checksums = _contents(path, metadata).model if _is_ours(metadata) else None
-            return read_tensors(path, checksums)
-        except (OSError, CheckpointError) as error:
-            if _identity(path) != before:  # a save has replaced it meanwhile
-                continue
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"{path} could not be read ({error.strerror or error})") from error
+    return _while_saved(Path(os.path.realpath(path)), _load_model)
 
 
 def _commit(path: Path, model: Tensors, training: Tensors, notes: dict[str, Any], keep: int) -> None:
@@ -153,7 +144,7 @@ def _commit(path: Path, model: Tensors, training: Tensors, notes: dict[str, Any]
     training_checksums = write_tensors(partial("training"), training, lambda _: {_SAVE_KEY: save})
     write_tensors(partial("model"), model, model_metadata)
     os.replace(partial("training"), training_file)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
     # A file that is damaged, or no save at all, must not push a good one out of `.previous`.
     has_previous = keep > 1 and _looks_like_a_save(path)
     if has_previous:
@@ -161,7 +152,7 @@ def _commit(path: Path, model: Tensors, training: Tensors, notes: dict[str, Any]
     os.replace(partial("model"), path)
     if has_previous:
         _make_previous(partial("previous"), path, keep)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
     for old in _previous_saves(path)[keep - 1 :]:
         old.unlink()
 
@@ -210,19 +201,23 @@ def _looks_like_a_save(path: Path) -> bool:
     return (path.parent / name).is_file()
 
 
-def _load_while_saved(path: Path) -> Checkpoint:
+def _while_saved(path: Path, load: Callable[[Path], Loaded]) -> Loaded:
     """Load `path`, and once more if a save replaced it while it was being read."""
     while True:
         before = _identity(path)
         try:
-            return _load(path)
-        except OSError as error:
-            failure = CheckpointError(f"{path} could not be read ({error.strerror or error})")
-            cause: Exception = error
-        except CheckpointError as error:
-            failure = cause = error
-        if _identity(path) == before:
-            raise failure from cause
+            return load(path)
+        except (OSError, CheckpointError) as error:
+            if _identity(path) != before:
+                continue
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"{path} could not be read ({error.strerror or error})") from error
+
+
+def _load_model(path: Path) -> dict[str, torch.Tensor]:
+    metadata = read_metadata(path)
+    return read_tensors(path, _contents(path, metadata).model if _is_ours(metadata) else None)
 
 
 def _load(path: Path) -> Checkpoint:
@@ -304,7 +299,8 @@ def _identity(path: Path) -> tuple[int, int, int] | None:
     return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder, as they are now, survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -14,13 +14,12 @@ import contextlib
 import difflib
 import importlib
 import importlib.metadata
-import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NoReturn
 
-from paceline.errors import PacelineError, StrategyError
+from paceline.errors import InvalidInput, PacelineError, StrategyError
 from paceline.launch import limits
 from paceline.strategy import MOST_TIMEOUT_S
 from paceline.watch.output import open_missing_streams
@@ -94,24 +93,29 @@ def whole(field: str, least: int) -> Callable[[str], int]:
 
 def seconds(field: str) -> Callable[[str], float]:
     """How a flag that is a time is read."""
-
-    def convert(text: str) -> float:
-        with contextlib.suppress(ValueError):
-            if 0 < (value := float(text)) <= MOST_TIMEOUT_S:
-                return value
-        raise StrategyError(field, text, "give a number of seconds above 0")
-
-    return convert
+    return number(field, "number of seconds", MOST_TIMEOUT_S)
 
 
-def number(field: str) -> Callable[[str], float]:
+def number(field: str, what: str = "number", most: float = sys.float_info.max) -> Callable[[str], float]:
     """How a flag that is a factor is read."""
 
     def convert(text: str) -> float:
         with contextlib.suppress(ValueError):
-            if math.isfinite(value := float(text)) and value > 0:
+            if 0 < (value := float(text)) <= most:
                 return value
-        raise StrategyError(field, text, "give a number above 0")
+        raise StrategyError(field, text, f"give a {what} above 0")
+
+    return convert
+
+
+def action(actions: Collection[str]) -> Callable[[str], str]:
+    """How the action of a subcommand is read."""
+
+    def convert(text: str) -> str:
+        if text in actions:
+            return text
+        near = difflib.get_close_matches(text, actions, n=1, cutoff=0.5)
+        raise InvalidInput("action", text, f"did you mean {near[0]}?" if near else f"give one of {', '.join(actions)}")
 
     return convert
 

@@ -6,16 +6,17 @@ None of it disturbs a training: `save` and `copy` have the servers keep a copy a
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from paceline.cli import action
 from paceline.cli.plan import addresses
 from paceline.errors import InvalidInput
 from paceline.net.secure import Keys, is_loopback, read_token
@@ -51,20 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "paceline container {list | show NAME | save NAME PATH | drop NAME | copy NAME NEW} --at ADDRESSES"
     parser.description = "List, show, save, drop and copy the containers that servers keep."
     parser.epilog = EXAMPLES
-    parser.add_argument("action", type=_action, metavar="ACTION", help=f"one of {', '.join(ACTIONS)}")
+    parser.add_argument("action", type=action(ACTIONS), metavar="ACTION", help=f"one of {', '.join(ACTIONS)}")
     parser.add_argument("operands", nargs="*", metavar="NAME", help="what it is about")
     parser.add_argument("--at", required=True, metavar="ADDRESSES", help="of servers, such as 127.0.0.1:7070")
     parser.add_argument("--token", metavar="PATH", help="their token: the file, or the --dir it is in")
     parser.add_argument("--keys", type=Path, metavar="FOLDER", help="instead of a token, on other machines")
     parser.add_argument("--force", action="store_true", help="of drop: also while replicas train it")
     parser.add_argument("--json", action="store_true", help="as JSON")
-
-
-def _action(text: str) -> str:
-    if text not in ACTIONS:
-        near = difflib.get_close_matches(text, ACTIONS, n=1, cutoff=0.5)
-        raise InvalidInput("action", text, f"did you mean {near[0]}?" if near else f"give one of {', '.join(ACTIONS)}")
-    return text
 
 
 def execute(options: argparse.Namespace) -> int:
@@ -79,11 +73,11 @@ def execute(options: argparse.Namespace) -> int:
     if options.action == "save":
         _check_path(given[1])
     with _reader(options, given[0] if given else None) as reader:
-        done = _act(reader, options.action, given, force=options.force)
+        plain, tell = _act(reader, options.action, given, force=options.force)
     if options.json:
-        put(sys.stdout, msgspec.json.encode(done.plain, enc_hook=str) + b"\n")
+        put(sys.stdout, msgspec.json.encode(plain, enc_hook=str) + b"\n")
     else:
-        done.tell()
+        tell()
     return 0
 
 
@@ -108,138 +102,121 @@ def _reader(options: argparse.Namespace, container: str | None) -> Reader:
     return Reader(at, container, token=token, keys=keys)
 
 
-class _Told:
-    """A sentence, and the same as plain data."""
-
-    def __init__(self, sentence: str, plain: Any) -> None:
-        self.sentence, self.plain = sentence, plain
-
-    def tell(self) -> None:
-        put(sys.stdout, f"{self.sentence}\n".encode())
-
-
-def _act(reader: Reader, action: str, operands: Sequence[str], *, force: bool) -> _Told | _Listed | _Shown:
+def _act(reader: Reader, action: str, operands: Sequence[str], *, force: bool) -> tuple[Any, Callable[[], None]]:
+    """Do it; what came of it as plain data, and how to tell a person."""
     if action == "list":
-        return _Listed(reader.listing())
+        listed = reader.listing()
+        return listed, partial(_tell_list, listed)
     if action == "show":
-        return _Shown(reader.summary())
+        summary = reader.summary()
+        plain = _plain(summary)
+        return plain, partial(_tell, summary, plain)
     name = operands[0]
     if action == "save":
         step, path = reader.save(operands[1]), operands[1]
         size = Path(path).stat().st_size
-        return _Told(
-            f"{name} after step {step} is in {path}, {_size(size)}",
-            {"container": name, "step": step, "path": path, "bytes": size},
-        )
+        done = {"container": name, "step": step, "path": path, "bytes": size}
+        return done, partial(_say, f"{name} after step {step} is in {path}, {_size(size)}")
     if action == "copy":
         reader.copy(operands[1])
-        return _Told(f"{name} was copied to {operands[1]}", {"container": name, "copy": operands[1]})
+        return {"container": name, "copy": operands[1]}, partial(_say, f"{name} was copied to {operands[1]}")
     reader.drop(force=force)
-    return _Told(f"{name} was dropped", {"container": name, "dropped": True})
+    return {"container": name, "dropped": True}, partial(_say, f"{name} was dropped")
+
+
+def _say(text: str) -> None:
+    put(sys.stdout, f"{text}\n".encode())
 
 
 # ── tables ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _Listed:
-    """All containers, a line each."""
-
-    HEADINGS = ("name", "step", "size", "tensors", "optimizer", "replicas", "rule", "loss")
-
-    def __init__(self, listed: list[Listing]) -> None:
-        self.plain = listed
-
-    def tell(self) -> None:
-        rows = [
-            [
-                listed.name,
-                str(listed.step),
-                _size(listed.bytes),
-                str(listed.tensors),
-                listed.optimizer,
-                str(listed.replicas) if listed.rule else "?",  # its chief is elsewhere
-                listed.rule or "?",
-                f"{listed.loss:.4g}" if listed.step and listed.rule else "-",
-            ]
-            for listed in self.plain
+def _tell_list(containers: list[Listing]) -> None:
+    """A line each."""
+    rows = [
+        [
+            listed.name,
+            str(listed.step),
+            _size(listed.bytes),
+            str(listed.tensors),
+            listed.optimizer,
+            str(listed.replicas) if listed.rule else "?",  # its chief is elsewhere
+            listed.rule or "?",
+            f"{listed.loss:.4g}" if listed.step and listed.rule else "-",
         ]
-        if rows:
-            _table(self.HEADINGS, rows)
-        else:
-            put(sys.stdout, b"no container\n")
+        for listed in containers
+    ]
+    if rows:
+        _table(("name", "step", "size", "tensors", "optimizer", "replicas", "rule", "loss"), rows)
+    else:
+        _say("no container")
 
 
-class _Shown:
+def _plain(summary: Summary) -> dict[str, Any]:
     """One container: what it holds, where, and how its training stands."""
-
-    def __init__(self, summary: Summary) -> None:
-        self._summary = summary
-        books = summary.books
-        self._staleness = books.staleness
-        self._chapters = [
+    books = summary.books
+    return {
+        "name": summary.name,
+        "step": summary.step,
+        "optimizer": summary.optimizer,
+        "rule": summary.rule.words,
+        "accepting": summary.accepting,
+        "replicas": summary.replicas,
+        "loss": books.last.loss,
+        "batch": books.last.samples,
+        "addresses": summary.addresses,
+        "bytes": summary.bytes_by_server,
+        "tensors": summary.tensors,
+        "staleness": books.staleness,
+        "late": books.late,
+        "dropped": books.dropped,
+        "datasets": [
             {
                 "length": chapter.length,
                 "epochs": chapter.finished,
                 "samples": sum(stop - start for _, start, stop in chapter.counted),
             }
             for _, chapter in sorted(books.chapters.items())
-        ]
-        self.plain = {
-            "name": summary.name,
-            "step": summary.step,
-            "optimizer": summary.optimizer,
-            "rule": summary.rule.words,
-            "accepting": summary.accepting,
-            "replicas": summary.replicas,
-            "loss": books.last.loss,
-            "batch": books.last.samples,
-            "addresses": summary.addresses,
-            "bytes": summary.bytes_by_server,
-            "tensors": summary.tensors,
-            "staleness": self._staleness,
-            "late": books.late,
-            "dropped": books.dropped,
-            "datasets": self._chapters,
-        }
+        ],
+    }
 
-    def tell(self) -> None:
-        summary, plain = self._summary, self.plain
-        replicas = ", ".join(map(str, summary.replicas)) or "none"
-        lines = [
-            f"{summary.name}: step {summary.step}, {summary.optimizer}, {_size(sum(summary.bytes_by_server))}",
-            f"rule      {plain['rule']}; {summary.accepting} gradients make a step now",
-            f"replicas  {replicas}",
-            f"last step loss {_number(summary.books.last.loss)} over {plain['batch']} samples"
-            if plain["batch"]
-            else "no step yet",
-            f"gradients {plain['late']} late, {plain['dropped']} dropped",
+
+def _tell(summary: Summary, plain: dict[str, Any]) -> None:
+    """The same, line by line, and a table of its tensors."""
+    replicas = ", ".join(map(str, summary.replicas)) or "none"
+    lines = [
+        f"{summary.name}: step {summary.step}, {summary.optimizer}, {_size(sum(summary.bytes_by_server))}",
+        f"rule      {plain['rule']}; {summary.accepting} gradients make a step now",
+        f"replicas  {replicas}",
+        f"last step loss {_number(plain['loss'])} over {plain['batch']} samples" if plain["batch"] else "no step yet",
+        f"gradients {plain['late']} late, {plain['dropped']} dropped",
+    ]
+    lines += [
+        f"dataset {number} of {chapter['length']} samples: {chapter['epochs']} epochs finished, "
+        f"{chapter['samples']} samples counted"
+        for number, chapter in enumerate(plain["datasets"])
+    ]
+    lines += [
+        f"server {number}  {address}  {_size(size)}"
+        for number, (address, size) in enumerate(zip(summary.addresses, summary.bytes_by_server, strict=True))
+    ]
+    most = max(plain["staleness"].values(), default=0)
+    lines += [
+        f"staleness {staleness:3}  {count:8}  {'#' * math.ceil(BAR * count / most)}"
+        for staleness, count in sorted(plain["staleness"].items())
+    ]
+    _say("\n".join(lines))
+    rows = [
+        [
+            tensor.name,
+            " x ".join(map(str, tensor.shape)) or "number",
+            tensor.dtype,
+            "trained" if tensor.trained else "not trained",
+            ", ".join(map(str, tensor.servers)),
         ]
-        for number, chapter in enumerate(self._chapters):
-            lines.append(
-                f"dataset {number} of {chapter['length']} samples: {chapter['epochs']} epochs finished, "
-                f"{chapter['samples']} samples counted"
-            )
-        lines += [
-            f"server {number}  {address}  {_size(size)}"
-            for number, (address, size) in enumerate(zip(summary.addresses, summary.bytes_by_server, strict=True))
-        ]
-        most = max(self._staleness.values(), default=0)
-        lines += [
-            f"staleness {staleness:3}  {count:8}  {'#' * math.ceil(BAR * count / most)}"
-            for staleness, count in sorted(self._staleness.items())
-        ]
-        put(sys.stdout, ("\n".join(lines) + "\n").encode())
-        rows = [
-            [
-                tensor.name,
-                " x ".join(map(str, tensor.shape)) or "number",
-                tensor.dtype,
-                "trained" if tensor.trained else "not trained",
-                ", ".join(map(str, tensor.servers)),
-            ]
-            for tensor in summary.tensors
-        ]
-        _table(("tensor", "shape", "type", "", "servers"), rows)
+        for tensor in summary.tensors
+    ]
+    _table(("tensor", "shape", "type", "", "servers"), rows)
 
 
 def _number(value: float) -> str:
@@ -262,7 +239,7 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     lines = [
         "  ".join(f"{cell:{width}}" for cell, width in zip(row, columns, strict=True)) for row in (headings, *rows)
     ]
-    put(sys.stdout, "".join(f"{line.rstrip()}\n" for line in lines).encode())
+    _say("\n".join(line.rstrip() for line in lines))
 
 
 def _size(size: int) -> str:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from paceline.cli.checks import check_script
 from paceline.errors import LaunchError
-from paceline.run_place import PLACE_VARIABLE, Place
+from paceline.launch.job import run_alone
+from paceline.run_place import Place
 
 EXAMPLES = """\
 examples:
@@ -47,15 +44,7 @@ def execute(options: argparse.Namespace) -> int:
 def _run(script: str, arguments: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="paceline-dims-") as scratch:
         path = Path(scratch) / "dims.json"
-        place = msgspec.json.encode(Place(row=0, rows=1, dims_to=str(path), started_by="reference")).decode()
-        outcome = subprocess.run(
-            [sys.executable, script, *arguments],
-            env={**os.environ, PLACE_VARIABLE: place},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
+        outcome = run_alone([script, *arguments], Place(row=0, rows=1, dims_to=str(path), started_by="reference"))
         if path.exists():
             found: dict[str, Any] = json.loads(path.read_text())
             return found

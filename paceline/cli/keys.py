@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import difflib
 import importlib.util
 import ipaddress
 import os
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
-from paceline.cli import whole
+from paceline.cli import action, whole
 from paceline.errors import InvalidInput, SecurityError
 from paceline.net.secure import Keys, Role, unit_of, write_secret
 
@@ -74,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "paceline keys {make,server,client,show} FOLDER [flags]"
     parser.description = "Make and show the keys with which servers and replicas on several machines know each other."
     parser.epilog = EXAMPLES
-    parser.add_argument("action", type=_action, metavar="ACTION", help=f"one of {', '.join(ACTIONS)}")
+    parser.add_argument("action", type=action(ACTIONS), metavar="ACTION", help=f"one of {', '.join(ACTIONS)}")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the CA is, or will be")
     making = parser.add_argument_group("make, server, client")
     making.add_argument("--name", metavar="NAME", help="of the machine or the person the keys are for")
@@ -83,13 +82,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     making.add_argument("--force", action="store_true", help="replace keys that are there")
     showing = parser.add_argument_group("show")
     showing.add_argument("--json", action="store_true", help="as JSON")
-
-
-def _action(text: str) -> str:
-    if text not in ACTIONS:
-        near = difflib.get_close_matches(text, ACTIONS, n=1, cutoff=0.5)
-        raise InvalidInput("action", text, f"did you mean {near[0]}?" if near else f"give one of {', '.join(ACTIONS)}")
-    return text
 
 
 def execute(options: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ from paceline.cli.cut import CUT_FLAGS, read_split
 from paceline.errors import StrategyError
 from paceline.exchange.board import MOST_REPLICAS
 from paceline.launch.emulate import Emulation
-from paceline.launch.job import POLICIES
+from paceline.launch.job import POLICIES, RunJob
 from paceline.machine import shared_words_work
 from paceline.rules import Async, Rule, Sync
 from paceline.run_place import Place, ServersPlace, check_container
@@ -106,6 +106,20 @@ class Plan:
         own: dict[str, Any] = {"host": host, "rendezvous": rendezvous, "run_folder": run_folder}
         own |= {"json": False} if host == 0 else {"json": False, "quiet": True}
         return replace(self, **own, given={**self.given, **own})
+
+    def job(self, place: Place, container: str = "") -> RunJob:
+        """What is started on this host; `place`: of its first replica."""
+        return RunJob(
+            script=self.script,
+            arguments=self.arguments,
+            place=place,
+            on_failure=self.on_failure,
+            max_restarts=self.max_restarts,
+            shown=self.host == 0,
+            servers=0 if self.join is not None else self.strategy.server_processes,
+            container=container,
+            module=self.module,
+        )
 
     def place(self, run_folder: Path) -> Place:
         """Replica 0's on this host."""

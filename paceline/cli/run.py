@@ -32,7 +32,7 @@ from paceline.cli.unused import unused
 from paceline.launch.cores import allowed_cores, share_of_cores
 from paceline.launch.emulate import EmulatedHosts, Emulation
 from paceline.launch.hosts import supervise_hosts
-from paceline.launch.job import RunJob, RunOutcome
+from paceline.launch.job import RunOutcome
 from paceline.launch.replica import PARENT_VARIABLE, die_with_parent
 from paceline.launch.supervisor import Supervisor
 from paceline.machine import shared_words_work
@@ -153,17 +153,7 @@ def _run_here(plan: Plan, path: Path) -> int:
     quiet = plan.quiet or plan.host > 0  # of several hosts, the first one speaks
     display = choose_display(plan.name, path, plain=plan.plain, quiet=quiet)
     folder = RunFolder(path, lambda line: display.say(f"paceline: {line}"), host=plan.host)
-    job = RunJob(
-        script=plan.script,
-        arguments=plan.arguments,
-        place=plan.place(path),
-        on_failure=plan.on_failure,
-        max_restarts=plan.max_restarts,
-        shown=plan.host == 0,
-        servers=0 if plan.join is not None else plan.strategy.server_processes,
-        container=path.name,
-        module=plan.module,
-    )
+    job = plan.job(plan.place(path), container=path.name)
     began = time.time()
     try:
         folder.write_config(_config(plan, job.place.rows))

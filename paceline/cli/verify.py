@@ -7,11 +7,9 @@ gradient, optimizer state, parameter and buffer.
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,9 +21,9 @@ from paceline.cli.cut import add_cut_arguments
 from paceline.cli.plan import Plan, resolve
 from paceline.cli.run import add_server_arguments, add_strategy_arguments, not_used
 from paceline.errors import LaunchError, StrategyError
-from paceline.launch.job import RunJob
+from paceline.launch.job import run_alone
 from paceline.launch.supervisor import Supervisor
-from paceline.run_place import PLACE_VARIABLE, Place, Recording
+from paceline.run_place import Place, Recording
 from paceline.watch.display import choose_display
 from paceline.watch.run_folder import RunFolder
 
@@ -91,15 +89,8 @@ def _tolerance(text: str | None) -> float:
 
 
 def _run_alone(plan: Plan, recording: Recording) -> None:
-    place = msgspec.json.encode(Place(row=0, rows=1, recording=recording, started_by="reference")).decode()
-    outcome = subprocess.run(
-        [sys.executable, *(["-m"] if plan.module else []), plan.script, *plan.arguments],
-        env={**os.environ, PLACE_VARIABLE: place},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
+    place = Place(row=0, rows=1, recording=recording, started_by="reference")
+    outcome = run_alone(plan.job(place).command, place)
     if outcome.returncode:
         kind, _, sentence = outcome.stderr.rstrip().rpartition("\n")[2].partition(": ")
         if kind.startswith("paceline.errors."):  # an error of ours says everything by itself
@@ -109,20 +100,10 @@ def _run_alone(plan: Plan, recording: Recording) -> None:
 
 
 def _run_distributed(plan: Plan, recording: Recording, path: Path) -> None:
-    place = msgspec.structs.replace(plan.place(path), recording=recording)
     display = choose_display(plan.name, plain=True, quiet=True)
     folder = RunFolder(path, lambda line: display.say(f"paceline: {line}"))
-    job = RunJob(
-        script=plan.script,
-        arguments=plan.arguments,
-        place=place,
-        on_failure="stop",
-        max_restarts=0,
-        shown=False,
-        servers=plan.strategy.server_processes,
-        container="verify",
-        module=plan.module,
-    )
+    job = plan.job(msgspec.structs.replace(plan.place(path), recording=recording), container="verify")
+    job = replace(job, on_failure="stop", max_restarts=0, shown=False)
     try:
         outcome = Supervisor(job, folder, display).run()
     finally:

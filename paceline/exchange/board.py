@@ -259,6 +259,15 @@ class Board:
             self.host_set(HostWord.RESUMED_AT, step)
         self.set(rank, Word.STEP, step)
 
+    def end_step(self, rank: int, times_ns: tuple[int, int, int], loss: float, seen: int, steps: int) -> None:
+        """`rank` is done with a step: how long it computed, waited and updated, and what is known of the run then."""
+        for word, value in zip((Word.COMPUTE_NS, Word.WAIT_NS, Word.UPDATE_NS), times_ns, strict=True):
+            self.set(rank, word, value)
+        self.set_float(rank, Word.MEAN_LOSS, loss)
+        self.set(rank, Word.SAMPLES_SEEN, seen)
+        self.set(rank, Word.STEP, steps)
+        self.enter(rank, Phase.BETWEEN)
+
     def next_op(self, rank: int) -> int:
         """Number of the op that `rank` begins now. All run the same script, so all count alike."""
         return self._count(rank, Word.OP)

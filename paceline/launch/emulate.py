@@ -35,7 +35,6 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from paceline.errors import LaunchError, StrategyError
 
@@ -170,9 +169,7 @@ class EmulatedHosts:
     def __enter__(self) -> EmulatedHosts:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.run_place import Place
+import msgspec
+
+from paceline.run_place import PLACE_VARIABLE, Place
 from paceline.watch.events import STALL_S
 
 POLICIES = ("continue", "restart", "stop")
@@ -29,6 +35,18 @@ class RunJob:
     def command(self) -> list[str]:
         """What comes after `python`."""
         return [*(["-m"] if self.module else []), self.script, *self.arguments]
+
+
+def run_alone(command: Sequence[str], place: Place) -> subprocess.CompletedProcess[str]:
+    """Run a script in one process, which nobody supervises; `command`: what comes after `python`."""
+    return subprocess.run(
+        [sys.executable, *command],
+        env={**os.environ, PLACE_VARIABLE: msgspec.json.encode(place).decode()},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
 
 
 @dataclass(frozen=True)

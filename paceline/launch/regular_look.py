@@ -23,22 +23,18 @@ class RegularLook:
     def __init__(self, job: RunJob, reporter: Reporter) -> None:
         self._job = job
         self._reporter = reporter
-        self._meter = Meter()
+        self.meter = Meter()
         self.progress = Progress()
         self._next_event_at = 0.0
         self._stalls = StallWatch(job.stall_s)
         self._stack: tuple[float, ReplicaProcess, int] | None = None
-
-    @property
-    def overall_samples_per_s(self) -> float:
-        return self._meter.overall_samples_per_s
 
     def at_progress(self, board: Board, rows: Sequence[int]) -> None:
         """`rows` take part, or have done so until their good end."""
         if not rows:
             return
         place = self._job.place
-        self.progress = self._meter.read(board, rows, place.rank, place.strategy.devices)
+        self.progress = self.meter.read(board, rows, place.rank, place.strategy.devices)
         self._reporter.display.show(self.progress)
         now = time.monotonic()
         if self.progress.step and now >= self._next_event_at:

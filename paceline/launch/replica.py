@@ -25,10 +25,11 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import msgspec
 
@@ -56,16 +57,58 @@ _OURS = (__file__, *(f"<frozen {name}>" for name in ("importlib._bootstrap", "im
 # ── outside: the supervisor's hand on a replica ──────────────────────────────────────────────────────────────
 
 
-class ReplicaProcess:
-    """A running replica. Its process group is its own: signals of the terminal do not reach it."""
+class RunProcess:
+    """A running process of a run. Its process group is its own: signals of the terminal do not reach it."""
+
+    def __init__(self, module: Sequence[str], environment: Mapping[str, str], guard: Guard, **streams: Any) -> None:
+        """`module`: its name, and its arguments."""
+        self._guard = guard
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", *module],
+            env={**os.environ, PARENT_VARIABLE: str(os.getpid()), **environment},
+            start_new_session=True,
+            **streams,
+        )
+        guard.watch(self.pid)
+        self.pidfd = os.pidfd_open(self.pid)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, number: signal.Signals) -> None:
+        """To the process and everything it has spawned.
+
+        Its process group is named by its pid, which nobody else can have before `reap`, and somebody may after.
+        """
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def reap(self) -> int:
+        """After its end: its exit code, or minus the signal that killed it."""
+        code = self._process.wait()
+        self._guard.forget(self.pid)
+        os.close(self.pidfd)
+        return code
+
+
+@contextlib.contextmanager
+def starting(who: str) -> Iterator[None]:
+    """Around whatever it takes to start that process."""
+    try:
+        yield
+    except OSError as error:
+        raise LaunchError(f"{who} could not be started: {error.strerror}") from error
+
+
+class ReplicaProcess(RunProcess):
+    """A running replica."""
 
     def __init__(self, command: Sequence[str], place: Place, log: AppendFile, guard: Guard) -> None:
         """`command`: what comes after `python`. The only process of a run may ask its user: it has our stdin."""
         threads = str(len(share_of_cores(place.row, place.rows, allowed_cores())))
         environment = {
-            **os.environ,
             PLACE_VARIABLE: msgspec.json.encode(place).decode(),
-            PARENT_VARIABLE: str(os.getpid()),
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
             **_as_torchrun(place),
@@ -76,32 +119,22 @@ class ReplicaProcess:
         self.started_at = time.monotonic()
         self._log = log
         self._tail = b""
-        self._guard = guard
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "paceline.launch.replica", *command],
+        with starting(called(self.rank, place.strategy.devices)):
+            super().__init__(
+                ["paceline.launch.replica", *command],
+                environment,
+                guard,
                 stdin=None if place.world == 1 else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
-                env=environment,
                 pass_fds=() if place.board is None else (place.board,),
-                start_new_session=True,
             )
-            guard.watch(self.pid)
-            self.pidfd = os.pidfd_open(self.pid)
-        except OSError as error:
-            who = called(self.rank, place.strategy.devices)
-            raise LaunchError(f"{who} could not be started: {error.strerror}") from error
         streams = [stream for stream in (self._process.stdout, self._process.stderr) if stream is not None]
         self._streams = streams
         self.stdout, self.stderr = (stream.fileno() for stream in streams)
         for stream in streams:
             os.set_blocking(stream.fileno(), False)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     @property
     def last_errors(self) -> str:
@@ -118,14 +151,6 @@ class ReplicaProcess:
         if descriptor == self.stderr:
             self._tail = (self._tail + data)[-_TAIL_BYTES:]
         return data or None
-
-    def send(self, number: signal.Signals) -> None:
-        """To the replica and everything it has spawned.
-
-        Its process group is named by its pid, which nobody else can have before `reap`, and somebody may after.
-        """
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, number)
 
     def ask_for_stack(self) -> int | None:
         """Have it write its stack into its log; from which byte on. None if it is not set up to."""
@@ -146,10 +171,7 @@ class ReplicaProcess:
         return ""
 
     def reap(self) -> int:
-        """After its end: its exit code, or minus the signal that killed it."""
-        code = self._process.wait()
-        self._guard.forget(self.pid)
-        os.close(self.pidfd)
+        code = super().reap()
         for stream in self._streams:
             stream.close()
         self._log.close()

@@ -7,19 +7,16 @@ start, and while a server is being started again, whoever calls it simply waits 
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
 
-from paceline.errors import LaunchError
 from paceline.launch.guard import Guard
-from paceline.launch.replica import PARENT_VARIABLE
+from paceline.launch.replica import RunProcess, starting
 from paceline.net.secure import write_token
 from paceline.run_place import ServersPlace
 
@@ -33,52 +30,29 @@ class ServerSetting(msgspec.Struct, frozen=True, kw_only=True):
     descriptor: int  # of its listening socket
     token_folder: str
     folder: str | None = None  # where it keeps its log
-    keys: str | None = None
 
 
-class ServerProcess:
+class ServerProcess(RunProcess):
     """A running server."""
 
     def __init__(self, setting: ServerSetting, log: Path, guard: Guard) -> None:
         self.number = setting.number
         environment = {
-            **os.environ,
             SERVER_VARIABLE: msgspec.json.encode(setting).decode(),
-            PARENT_VARIABLE: str(os.getpid()),
             "OMP_NUM_THREADS": "1",  # it has threads of its own, for whole chunks
             # Threads of a server that has nothing to do must not keep the replicas from computing.
             "OMP_WAIT_POLICY": "passive",
         }
-        self._guard = guard
-        try:
-            with log.open("ab") as output:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "paceline.central.server.process"],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    env=environment,
-                    pass_fds=(setting.descriptor,),
-                    start_new_session=True,
-                )
-            guard.watch(self.pid)
-            self.pidfd = os.pidfd_open(self.pid)
-        except OSError as error:
-            raise LaunchError(f"server {self.number} could not be started: {error.strerror}") from error
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def send(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, number)
-
-    def reap(self) -> int:
-        code = self._process.wait()
-        self._guard.forget(self.pid)
-        os.close(self.pidfd)
-        return code
+        with starting(f"server {self.number}"), log.open("ab") as output:
+            super().__init__(
+                ["paceline.central.server.process"],
+                environment,
+                guard,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(setting.descriptor,),
+            )
 
 
 class LocalServers:

@@ -100,7 +100,7 @@ class Supervisor:
             steps=progress.step,
             resumed_at=progress.resumed_at,
             seconds=round(time.monotonic() - began, 3),
-            samples_per_second=round(self._look_at.overall_samples_per_s, 1),
+            samples_per_second=round(self._look_at.meter.overall_samples_per_s, 1),
             deaths=self._restarts.deaths,
             restarts=self._restarts.made,
             loss=progress.loss,

@@ -168,14 +168,8 @@ class MirroredEngine(LockstepEngine):
         for part in self._parts:
             part.closed()
         board.host_set(HostWord.CLOSED, members.op)
-        now = time.monotonic_ns()
-        board.set(me, Word.COMPUTE_NS, computed_at - began)
-        board.set(me, Word.WAIT_NS, arrived_at - computed_at)
-        board.set(me, Word.UPDATE_NS, now - arrived_at)
-        board.set_float(me, Word.MEAN_LOSS, closed.loss)
-        board.set(me, Word.SAMPLES_SEEN, board.get(me, Word.SAMPLES_SEEN) + closed.samples)
-        board.set(me, Word.STEP, number + 1)
-        board.enter(me, Phase.BETWEEN)
+        times_ns = (computed_at - began, arrived_at - computed_at, time.monotonic_ns() - arrived_at)
+        board.end_step(me, times_ns, closed.loss, board.get(me, Word.SAMPLES_SEEN) + closed.samples, number + 1)
         return closed
 
     def _try(self, batch: Batch, number: int, members: Members) -> tuple[Members, int]:

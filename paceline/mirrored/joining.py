@@ -8,6 +8,7 @@ has closed, so all agree on the first op in which the newcomer takes part.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -18,45 +19,38 @@ from paceline.memory.model_arena import ModelArena
 from paceline.mirrored.step_parts import StepPart
 
 
+@dataclass(frozen=True)
 class Joining(StepPart):
     """Both sides of it."""
 
-    def __init__(
-        self,
-        together: Together,
-        arena: ModelArena,
-        publish_buffers: Callable[[], None],
-        state: Callable[[], RunState],
-    ) -> None:
-        """`state`: of the run, in the middle of a step."""
-        self._together = together
-        self._arena = arena
-        self._publish_buffers = publish_buffers
-        self._state = state
+    together: Together
+    arena: ModelArena
+    publish_buffers: Callable[[], None]
+    state: Callable[[], RunState]  # of the run, in the middle of a step
 
     def computed(self, members: Members, number: int) -> None:
-        board, me = self._together.board, self._together.replica
+        board, me = self.together.board, self.together.replica
         if members.first == me and board.any_joining(me, members.op):
-            self._publish_buffers()
-            self._arena.write_notes(msgspec.json.encode(self._state()))
+            self.publish_buffers()
+            self.arena.write_notes(msgspec.json.encode(self.state()))
             board.admit_joining(me, members.op)
 
     def join(self) -> RunState:
         """Waits to be admitted. Returns the run's state at the step after which this replica takes part."""
-        board, me = self._together.board, self._together.replica
+        board, me = self.together.board, self.together.replica
         incarnation = board.get(me, Word.INCARNATION)
         board.set(me, Word.JOINING, incarnation)
 
         def admitted() -> bool:
-            if not self._together.others_at_it():
+            if not self.together.others_at_it():
                 raise SystemExit(0)  # the others have finished meanwhile
             return board.get(me, Word.ADMITTED) == incarnation and (
                 board.host_get(HostWord.CLOSED) >= board.get(me, Word.ADMIT_AT) - 1
             )
 
-        board.wait(me, Phase.AWAITING_ADMISSION, admitted, self._together.timeout_s)
+        board.wait(me, Phase.AWAITING_ADMISSION, admitted, self.together.timeout_s)
         board.set(me, Word.OP, board.get(me, Word.ADMIT_AT) - 1)
-        state = msgspec.json.decode(self._arena.read_notes(), type=RunState)
+        state = msgspec.json.decode(self.arena.read_notes(), type=RunState)
         board.set(me, Word.SAMPLES_SEEN, max(board.get(rank, Word.SAMPLES_SEEN) for rank in range(board.replicas)))
         board.set(me, Word.JOINING, 0)
         return state

@@ -34,12 +34,13 @@ class SharedModel(ModelInArena):
         """`sparse`: not all of the arena will be used, so take what is, and no more."""
         board = together.board
         super().__init__(model, optimizer, board.replicas)
-        self._users_state = {
+        # What the user's optimizer held before training, by slot:
+        self.users_state = {
             number: dict(optimizer.state[parameter])
             for number, parameter in enumerate(self.parameters)
             if optimizer.state.get(parameter)
         }
-        self.states = StateLayout(optimizer, self.layout, self._users_state)
+        self.states = StateLayout(optimizer, self.layout, self.users_state)
         self._sizes = Sizes(
             replicas=board.replicas,
             state_blocks=tuple(self.states.block_bytes),
@@ -50,11 +51,6 @@ class SharedModel(ModelInArena):
         self._sparse = sparse
         self._together = together
         self._replica = together.replica
-
-    @property
-    def users_state(self) -> dict[int, dict[str, Any]]:
-        """What the user's optimizer held before training, by slot."""
-        return self._users_state
 
     def share(self) -> None:
         """Come to have an arena in common with the other replicas, which all call this."""

@@ -71,29 +71,23 @@ class StepPart:
         """Takes them over, and their optimizer state."""
 
 
+@dataclass(frozen=True)
 class OwnShard(StepPart):
     """The shared memory of a host: every replica sums and updates its shard."""
 
-    def __init__(
-        self,
-        owner: Owner,
-        rows: Callable[[Members], dict[int, list[int]] | None],
-        before_update: Callable[[Members], None],
-    ) -> None:
-        """`rows`: whose gradient buffers have something, by slot; None: everybody's may."""
-        self._owner = owner
-        self._rows = rows
-        self._before_update = before_update
+    owner: Owner
+    rows: Callable[[Members], dict[int, list[int]] | None]  # whose buffers have something, by slot; None: all may
+    before_update: Callable[[Members], None]
 
     def begin(self, members: Members, number: int) -> None:
-        self._owner.divide(members.ranks)
+        self.owner.divide(members.ranks)
 
     def decided(self, step: DecidedStep) -> None:
-        self._owner.begin(step.touched, self._rows(step.members), step.weights)
+        self.owner.begin(step.touched, self.rows(step.members), step.weights)
 
     def squared_norm(self, step: DecidedStep) -> float:
-        return self._owner.norm(step.members) ** 2
+        return self.owner.norm(step.members) ** 2
 
     def update(self, step: DecidedStep, scale: float) -> None:
-        self._before_update(step.members)
-        self._owner.update(step.members, scale)
+        self.before_update(step.members)
+        self.owner.update(step.members, scale)

@@ -82,9 +82,6 @@ class Channel(Generic[Header]):
         self._interrupted = False
         tune(connection)
 
-    def fileno(self) -> int:
-        return self._connection.fileno()
-
     # ── sending ──────────────────────────────────────────────────────────────────────────────────────────
 
     def send(

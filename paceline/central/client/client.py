@@ -34,6 +34,7 @@ from paceline.central.shards import Shards, TableSpec, describe, plain_options
 from paceline.central.tables.embedding import Lookup, find_tables
 from paceline.data.script_call import ScriptCall
 from paceline.errors import ArenaError, CheckpointError, ModelError
+from paceline.loop.engine import Chapter
 from paceline.loss_value import LossPart
 from paceline.machine import machine_identity
 from paceline.memory.arena import Arena
@@ -91,7 +92,11 @@ class Client:
         frozen = [(name, parameter) for name, parameter, group in named if group is None]
         self._buffers = [] if only_tables else list(own_state(model).named_buffers())
         self._checks = [zlib.crc32(bytes_of(parameters[name])) for name in self.shards.names]
-        self._views = [self._view(number) for number in range(len(servers.addresses))]
+        self._connect = partial(servers.connection, who=f"replica {replica}", timeout_s=settings.timeout_s)
+        self._views = [
+            ServerView(self._connect(number, first_contact_s=servers.first_contact_s), layout)
+            for number, layout in enumerate(self.shards.layouts)
+        ]
         for number, view in enumerate(self._views):
             view.connection.introduce = self._introducer(number)
         self._ended = ended
@@ -133,21 +138,6 @@ class Client:
         )
 
     # ── opening ──────────────────────────────────────────────────────────────────────────────────────────
-
-    def _view(self, number: int) -> ServerView:
-        connection = self._connection(number, f"server {number}", self._servers.first_contact_s)
-        return ServerView(connection, self.shards.layouts[number])
-
-    def _connection(self, number: int, name: str, first_contact_s: float | None = None) -> Connection:
-        return Connection(
-            self._servers.addresses[number],
-            token=self._servers.token,
-            keys=self._servers.keys,
-            who=f"replica {self.replica}",
-            name=name,
-            timeout_s=self._settings.timeout_s,
-            first_contact_s=first_contact_s,
-        )
 
     def _introducer(self, number: int) -> Callable[[], None]:
         view = self._views[number]
@@ -199,7 +189,7 @@ class Client:
             initial.take_what_is_not_trained(self._to_chief)
         for number, view in enumerate(self._views):
             self._found_alive(view, partial(self.rows.attach, number))
-        self.rows.connect([self._connection(number, f"server {number}") for number in range(len(self._views))])
+        self.rows.connect([self._connect(number) for number in range(len(self._views))])
 
     def _attach(self, view: ServerView) -> ServerArena:
         assert view.opened is not None
@@ -290,25 +280,19 @@ class Client:
         return self._views[0].connection
 
     def ask(
-        self,
-        *,
-        chapter: int,
-        length: int,
-        batch_size: int,
-        left_out: int,
-        stop_epoch: int,
-        call: ScriptCall | None,
-        at_once: bool = False,
+        self, chapter: Chapter, call: ScriptCall | None, *, at_once: bool = False
     ) -> replies.Ticket | replies.Ended | replies.Waiting:
         """Work in a chapter; waits for it, unless it has to be `at_once`. What comes after it is asked for with the
-        report on it."""
+        report on it. `call`: in which it is asked."""
+        ledger = chapter.ledger
+        assert ledger.length is not None
         request = requests.Ask(
             **self._mine,
-            chapter=chapter,
-            length=length,
-            batch_size=batch_size,
-            left_out=left_out,
-            stop_epoch=stop_epoch,
+            chapter=chapter.number,
+            length=ledger.length,
+            batch_size=ledger.batch_size,
+            left_out=ledger.length % ledger.batch_size if ledger.drop_last else 0,
+            stop_epoch=chapter.stop_epoch,
             call=call,
             at_once=at_once,
         )

@@ -4,6 +4,7 @@ with what an earlier one has left."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -21,62 +22,55 @@ from paceline.optim.models import own_state
 Named = Sequence[tuple[str, torch.Tensor]]
 
 
+@dataclass(frozen=True)
 class InitialValues:
     """Gives servers one replica's values."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        parameters: Mapping[str, torch.Tensor],
-        buffers: Named,
-        frozen: Named,
-        container: str,
-    ) -> None:
-        """`frozen`: parameters that are not trained."""
-        self._model, self._optimizer = model, optimizer
-        self._parameters = parameters
-        self._buffers, self._frozen = buffers, frozen
-        self._container = container
+    model: nn.Module
+    optimizer: Optimizer
+    parameters: Mapping[str, torch.Tensor]
+    buffers: Named
+    frozen: Named  # parameters that are not trained
+    container: str
 
     def fill(self, views: Sequence[ServerView], tables: Sequence[Lookup], whole: WholeTensors) -> None:
         """Give all servers this replica's values."""
         for number, view in enumerate(views):
             is_chief = number == 0
-            extras = [*self._buffers, *self._frozen] if is_chief else []
-            body = [bytes_of(whole.flat(number, self._parameters)), *(bytes_of(tensor) for _, tensor in extras)]
+            extras = [*self.buffers, *self.frozen] if is_chief else []
+            body = [bytes_of(whole.flat(number, self.parameters)), *(bytes_of(tensor) for _, tensor in extras)]
             request = requests.Fill(
-                container=self._container,
-                buffers=entries_of(self._buffers) if is_chief else [],
-                frozen=entries_of(self._frozen) if is_chief else [],
+                container=self.container,
+                buffers=entries_of(self.buffers) if is_chief else [],
+                frozen=entries_of(self.frozen) if is_chief else [],
                 keys=self._keys() if is_chief else [],
             )
             view.connection.call(request, replies.Done, body=lambda body=body: body)  # type: ignore[misc]
         # What the user's optimizer holds from the start, as Adagrad does.
-        given = self._optimizer.state
-        states = {name: dict(given[own]) for name, own in self._parameters.items() if given.get(own)}
+        given = self.optimizer.state
+        states = {name: dict(given[own]) for name, own in self.parameters.items() if given.get(own)}
         if states:
-            whole.restore(self._parameters, states)
+            whole.restore(self.parameters, states)
         for lookup in tables:
             if not lookup.module.weight.is_meta:
                 whole.put_rows(lookup.number, "", lookup.module.weight.detach())
 
     def _keys(self) -> list[tuple[str, str]]:
         """Return the keys of the model's state_dict, and which tensor each is: a tied one has several."""
-        own = own_state(self._model)
+        own = own_state(self.model)
         names = {id(tensor): name for name, tensor in (*own.named_buffers(), *own.named_parameters())}
         held = own.state_dict(keep_vars=True).items()
         return [(key, names[id(value)]) for key, value in held if id(value) in names]
 
     def take_what_is_not_trained(self, chief: Connection) -> None:
         """Take what an earlier run has left, also where nothing is trained."""
-        for frozen, tensors in ((False, self._buffers), (True, self._frozen)):
+        for frozen, tensors in ((False, self.buffers), (True, self.frozen)):
 
             def read(channel: Channel[replies.Reply], length: int, tensors: Named = tensors) -> None:
                 if length:
                     receive(channel, tensors)
 
-            chief.call(requests.ReadBuffers(container=self._container, frozen=frozen), replies.Tensors, read=read)
+            chief.call(requests.ReadBuffers(container=self.container, frozen=frozen), replies.Tensors, read=read)
 
 
 def receive(channel: Channel[replies.Reply], tensors: Named) -> None:

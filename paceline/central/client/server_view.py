@@ -33,6 +33,18 @@ class ServerAddresses:
     keys: Keys | None = None
     first_contact_s: float | None = None  # how long to try, of servers whose addresses somebody has typed
 
+    def connection(self, number: int, who: str, timeout_s: float, first_contact_s: float | None = None) -> Connection:
+        """Return a connection to one of them, on which `who` speaks."""
+        return Connection(
+            self.addresses[number],
+            token=self.token,
+            keys=self.keys,
+            who=who,
+            name=f"server {number}",
+            timeout_s=timeout_s,
+            first_contact_s=first_contact_s,
+        )
+
 
 @dataclass
 class ServerView:

@@ -15,7 +15,7 @@ from paceline.central.chief.books import Books
 from paceline.central.chief.chief import Chief
 from paceline.central.chief.tickets import Close
 from paceline.central.messages.notes import ShareNotes
-from paceline.central.messages.records import AnyRecord, Made, MembersChanged, PulledCopy, Pushed, RowsPut
+from paceline.central.messages.records import AnyRecord, ChapterShape, Made, MembersChanged, PulledCopy, Pushed, RowsPut
 from paceline.central.messages.requests import Ask, Open
 from paceline.central.messages.settings import Settings
 from paceline.central.shards import DTYPES, MAP_VERSION, Option, Spec
@@ -111,11 +111,15 @@ def _check_group(name: str, group: int, groups: int, names: set[str]) -> None:
 
 
 def check_ask(request: Ask) -> None:
-    check_count("chapter", request.chapter, MOST_CHAPTERS)
-    check_count("dataset length", request.length)
-    check_count("batch_size", request.batch_size, least=1)
-    check_count("left_out", request.left_out, request.length)
+    _check_chapter(request.chapter, request.length, request.batch_size, request.left_out)
     check_count("epochs", request.stop_epoch, MOST_EPOCHS)
+
+
+def _check_chapter(number: int, length: int, batch_size: int, left_out: int) -> None:
+    check_count("chapter", number, MOST_CHAPTERS)
+    check_count("dataset length", length)
+    check_count("batch_size", batch_size, least=1)
+    check_count("left_out", left_out, length)
 
 
 def check_close(close: Close, replicas: int) -> None:
@@ -211,7 +215,7 @@ def check_record(record: AnyRecord, container: Container) -> None:
             check_close(record.close, replicas)
             check_options(record.options, container.spec.optimizer.groups)
             if record.chapter is not None:
-                _check_counted(record.close, *record.chapter)
+                _check_counted(record.close, record.chapter)
         case MembersChanged():
             for replica, incarnation in record.members.items():
                 check_place(replica, replicas)
@@ -223,16 +227,13 @@ def _check_rows(counts: Sequence[int], tables: int) -> None:
         raise PacelineError(f"rows {list(counts)} do not fit {tables} tables")
 
 
-def _check_counted(close: Close, length: int, batch_size: int, left_out: int) -> None:
+def _check_counted(close: Close, chapter: ChapterShape) -> None:
     """The samples of a step, as the books will have them."""
-    check_count("chapter", close.chapter, MOST_CHAPTERS)
-    check_count("dataset length", length)
-    check_count("batch_size", batch_size, least=1)
-    check_count("left_out", left_out, length)
+    _check_chapter(close.chapter, *chapter)
     for accepted in close.accepted:
         check_count("epochs", accepted.epoch, MOST_EPOCHS)
         for start, stop in accepted.runs:
-            check_count("sample", stop, length)
+            check_count("sample", stop, chapter[0])
             check_count("sample", start, stop)
 
 

@@ -57,9 +57,7 @@ class ChiefState:
         keys: Sequence[tuple[str, str]] = (),
     ) -> None:
         """The model has these buffers, these parameters that are not trained, and these keys in its state_dict."""
-        self.buffers.describe(buffers)
-        self.frozen = frozen
-        self.keys = list(keys)
+        self.buffers.tensors, self.frozen, self.keys = buffers, frozen, list(keys)
 
     def begin_run(self) -> None:
         """Another run goes on from the books. What was measured is still true; what was saved was so for another."""

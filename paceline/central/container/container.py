@@ -108,13 +108,11 @@ class Container:
     def take_over(self, copy: FrozenCopy) -> None:
         """Begin with what another container was."""
         with self.lock:
-            self.arena.parameters.copy_(copy.parameters)
-            self.maker.take_state(copy.state)
             for table, held in zip(self.tables, copy.tables, strict=True):
                 table.weight.copy_(held.weight)
                 table.state = {key: value.clone() for key, value in held.state.items()}
                 table.steps = held.steps
-            self.fill(copy.step)
+            self.restore(copy.parameters, copy.state, copy.step)
 
     def close(self) -> None:
         """Give the memory back."""

@@ -39,6 +39,7 @@ from paceline.central.durability.record_file import ADVICE, damaged, place, read
 from paceline.central.messages.notes import ShareNotes, Snapshot
 from paceline.central.messages.records import AnyRecord, Body, Made, packed
 from paceline.central.messages.tensor_bytes import entries_of
+from paceline.checkpoint.saves import sync_folder
 from paceline.errors import CheckpointError, PacelineError
 
 LOG_BYTES = 1 << 29  # a log grows to this, or to some times the container, until there is a snapshot
@@ -168,7 +169,7 @@ class LogJournal(Journal):
                 write_all(file.fileno(), parts, 0)
                 os.fsync(file.fileno())
             draft.replace(path)
-            _flush_folder(self.folder)
+            sync_folder(self.folder)
             with self.lock:
                 self._set_mark(number, max(record, self._mark.record))
         except OSError as error:
@@ -275,11 +276,3 @@ def _cannot_write(folder: Path, error: BaseException) -> PacelineError:
 
 def _cannot_read(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(f"{path} cannot be read ({error.strerror}); {ADVICE}")
-
-
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -171,25 +171,8 @@ class Missing(_Reply, frozen=True):
     """There is no such copy here."""
 
 
-Reply = (
-    Done
-    | Challenge
-    | Refused
-    | Opened
-    | Pulled
-    | Ticket
-    | Waiting
-    | Ended
-    | Settled
-    | TaskPart
-    | Result
-    | Copied
-    | Tensors
-    | BooksRead
-    | SquaredNorm
-    | Listed
-    | Described
-    | Kept
-    | Missing
-)
+Plain = Done | Refused | Waiting | Missing  # to requests of many kinds
+OfTraining = Opened | Pulled | Ticket | Ended | Settled | TaskPart | Result | SquaredNorm
+Read = Copied | Tensors | BooksRead | Listed | Described | Kept
+Reply = Challenge | Plain | OfTraining | Read
 REPLIES = msgspec.msgpack.Decoder(Reply)

@@ -30,6 +30,26 @@ class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True
     """Base of all."""
 
 
+class _OfContainer(_Request, frozen=True, kw_only=True):
+    """About one container."""
+
+    container: str
+
+
+class _OfReplica(_OfContainer, frozen=True, kw_only=True):
+    """From one of its replicas, and of which of that replica's processes it is."""
+
+    replica: int
+    incarnation: int
+
+
+class _OfShare(_OfContainer, frozen=True, kw_only=True):
+    """From one of its servers, about the copy of its share that the next one keeps."""
+
+    server: int  # whose share it is
+    incarnation: int  # of that server's process: older ones are not listened to any more
+
+
 class Hello(_Request, frozen=True, kw_only=True):
     """First on every connection."""
 
@@ -43,36 +63,29 @@ class Proof(_Request, frozen=True, kw_only=True):
     proof: bytes
 
 
-class Open(_Request, frozen=True, kw_only=True):
+class Open(_OfReplica, frozen=True, kw_only=True):
     """A replica takes its place in a container, which is made if it is not there."""
 
-    container: str
     spec: Spec
     settings: Settings
     addresses: list[str]  # of all servers, in order
     server: int  # which of them is addressed
-    replica: int
-    incarnation: int
     machine: str  # where the replica runs: whether memory can be shared
     checks: list[int]  # a checksum of each parameter's initial value
 
 
-class Fill(_Request, frozen=True, kw_only=True):
+class Fill(_OfContainer, frozen=True, kw_only=True):
     """Values for parameters that have none. Body: this server's flat buffer; for the chief then the model's buffers,
     and the parameters that are not trained."""
 
-    container: str
     buffers: list[Entry] = []
     frozen: list[Entry] = []
     keys: list[tuple[str, str]] = []  # the model's state_dict: each key, and the name of the tensor that it is
 
 
-class Push(_Request, frozen=True, kw_only=True):
+class Push(_OfReplica, frozen=True, kw_only=True):
     """The gradient of a ticket. Body: coded by `wire`, chunk after chunk; empty if it lies in shared memory."""
 
-    container: str
-    replica: int
-    incarnation: int
     ticket: int
     wire: str
     untouched: list[int] = []  # slots of this server without a gradient
@@ -81,27 +94,24 @@ class Push(_Request, frozen=True, kw_only=True):
     rows: list[int] = []  # for each table how many rows: at the end of the body, their numbers and their gradients
 
 
-class Pull(_Request, frozen=True, kw_only=True):
+class Pull(_OfContainer, frozen=True, kw_only=True):
     """The parameters after at least `at_least` steps. Reply's body: coded by `wire`."""
 
-    container: str
     replica: int
     at_least: int
     wire: str
 
 
-class PullRows(_Request, frozen=True, kw_only=True):
+class PullRows(_OfContainer, frozen=True, kw_only=True):
     """Rows of a table after at least `at_least` steps. Body: their numbers on this server. Reply's body: values."""
 
-    container: str
     table: int
     at_least: int = 0
 
 
-class PutRows(_Request, frozen=True, kw_only=True):
+class PutRows(_OfContainer, frozen=True, kw_only=True):
     """Values for a run of a table's rows: of the weight (no key), or of the optimizer's state. Body: the values."""
 
-    container: str
     table: int
     start: int
     rows: int
@@ -109,12 +119,9 @@ class PutRows(_Request, frozen=True, kw_only=True):
     steps: int | None = None  # updates the table has seen
 
 
-class Ask(_Request, frozen=True, kw_only=True):
+class Ask(_OfReplica, frozen=True, kw_only=True):
     """A replica asks the chief for work in its chapter."""
 
-    container: str
-    replica: int
-    incarnation: int
     chapter: int
     length: int
     batch_size: int
@@ -124,12 +131,9 @@ class Ask(_Request, frozen=True, kw_only=True):
     call: ScriptCall | None = None  # in which it asks: the same in all replicas
 
 
-class Report(_Request, frozen=True, kw_only=True):
+class Report(_OfReplica, frozen=True, kw_only=True):
     """The gradient of a ticket is with all servers. Body: the model's buffers."""
 
-    container: str
-    replica: int
-    incarnation: int
     ticket: int
     pulled: int
     loss: LossPart
@@ -137,100 +141,77 @@ class Report(_Request, frozen=True, kw_only=True):
     ask: Ask | None = None  # for what comes next, if it is there when this is settled
 
 
-class GiveBack(_Request, frozen=True, kw_only=True):
+class GiveBack(_OfReplica, frozen=True, kw_only=True):
     """A replica will not compute that ticket, not now."""
 
-    container: str
-    replica: int
-    incarnation: int
     ticket: int
 
 
-class Task(_Request, frozen=True, kw_only=True):
+class Task(_OfReplica, frozen=True, kw_only=True):
     """A replica has come to a task."""
 
-    container: str
-    replica: int
-    incarnation: int
     key: TaskKey
     length: int
     call: ScriptCall | None = None  # of an evaluation: the same in all replicas
 
 
-class TaskDone(_Request, frozen=True, kw_only=True):
+class TaskDone(_OfReplica, frozen=True, kw_only=True):
     """It has done a part of it."""
 
-    container: str
-    replica: int
-    incarnation: int
     key: TaskKey
     part: int
     values: list[float]
 
 
-class Leave(_Request, frozen=True, kw_only=True):
+class Leave(_OfReplica, frozen=True, kw_only=True):
     """A replica has ended; said by itself, or by its supervisor."""
 
-    container: str
-    replica: int
-    incarnation: int
 
-
-class Stop(_Request, frozen=True, kw_only=True):
+class Stop(_OfContainer, frozen=True, kw_only=True):
     """Let the run end after the step in progress."""
 
-    container: str
 
-
-class SetRule(_Request, frozen=True, kw_only=True):
-    container: str
+class SetRule(_OfContainer, frozen=True, kw_only=True):
     rule: Rule
 
 
-class ReadBuffers(_Request, frozen=True, kw_only=True):
+class ReadBuffers(_OfContainer, frozen=True, kw_only=True):
     """The merged buffers of the last step, or the parameters that are not trained. Reply's body: those."""
 
-    container: str
     frozen: bool = False
 
 
-class Describe(_Request, frozen=True, kw_only=True):
+class Describe(_OfContainer, frozen=True, kw_only=True):
     """What a container holds, how it is spread, who trains it."""
 
-    container: str
 
-
-class Freeze(_Request, frozen=True, kw_only=True):
+class Freeze(_OfContainer, frozen=True, kw_only=True):
     """Keep a copy of everything as it is after some step; said to the chief, and by it to the other servers."""
 
-    container: str
     number: int = 0  # of the copy; the chief chooses it
 
 
 What = Literal["parameters", "state", "extras", "table", "sums", "rows"]
 
 
-class ReadFrozen(_Request, frozen=True, kw_only=True):
+class ReadFrozen(_OfContainer, frozen=True, kw_only=True):
     """Read from such a copy. The last two are of the last step, and of no copy: the gradients of parameters, while
     recording, and of a table's rows."""
 
-    container: str
     what: What
     number: int = 0
     table: int = 0
 
 
-class Thaw(_Request, frozen=True, kw_only=True):
+class Thaw(_OfContainer, frozen=True, kw_only=True):
     """That copy has been read."""
 
-    container: str
     number: int
 
 
-class Restore(_Request, frozen=True, kw_only=True):
+class Restore(_OfContainer, frozen=True, kw_only=True):
     """Take over parameters (body, first), optimizer state (body, then), and where the training stands."""
 
-    container: str
     step: int
     entries: list[tuple[int, str, str, tuple[int, ...]]]  # slot, key, type, shape of each state tensor in the body
     numbers: list[tuple[int, str, float]] = []
@@ -239,17 +220,15 @@ class Restore(_Request, frozen=True, kw_only=True):
     buffers: bool = False  # for the chief: the body ends with the model's buffers and what is not trained
 
 
-class ReadBooks(_Request, frozen=True, kw_only=True):
+class ReadBooks(_OfContainer, frozen=True, kw_only=True):
     """The chief's books: as they are now, or as they were when a copy was frozen."""
 
-    container: str
     number: int | None = None  # of the copy
 
 
-class Apply(_Request, frozen=True, kw_only=True):
+class Apply(_OfContainer, frozen=True, kw_only=True):
     """The chief tells another server to make a step. First it may ask for the squared length of the gradient."""
 
-    container: str
     close: Close
     options: list[dict[str, Option]]
     measure: bool = False
@@ -260,87 +239,46 @@ class Containers(_Request, frozen=True, kw_only=True):
     """What there is."""
 
 
-class Drop(_Request, frozen=True, kw_only=True):
+class Drop(_OfContainer, frozen=True, kw_only=True):
     """Forget a container. Its chief refuses while replicas are there, unless forced."""
 
-    container: str
     force: bool = False
 
 
-class Copy(_Request, frozen=True, kw_only=True):
+class Copy(_OfContainer, frozen=True, kw_only=True):
     """Make another container out of one, all at one step; said to the chief, and by it to the other servers."""
 
-    container: str
     to: str
     number: int = 0  # of the frozen copy to take; the chief makes it
 
 
-class KeepWhole(_Request, frozen=True, kw_only=True):
+class KeepWhole(_OfShare, frozen=True, kw_only=True):
     """A server has the next one keep a copy of its share of a container. Body: the tensors of a snapshot."""
 
-    container: str
-    server: int  # whose share it is
-    incarnation: int  # of that server's process: older ones are not listened to any more
     entries: list[Entry]
     notes: ShareNotes
 
 
-class Keep(_Request, frozen=True, kw_only=True):
+class Keep(_OfShare, frozen=True, kw_only=True):
     """What has happened to it since. Body: the records' bodies, one after another. Without records: is it there?"""
 
-    container: str
-    server: int
-    incarnation: int
     position: int  # how many records came before these, since the snapshot
     records: list[AnyRecord] = []
     lengths: list[int] = []  # of the bodies
 
 
-class Fetch(_Request, frozen=True, kw_only=True):
+class Fetch(_OfShare, frozen=True, kw_only=True):
     """A server that was started again wants its share back."""
 
-    container: str
-    server: int
-    incarnation: int
 
-
-class Forget(_Request, frozen=True, kw_only=True):
+class Forget(_OfShare, frozen=True, kw_only=True):
     """That copy is not needed any more."""
 
-    container: str
-    server: int
-    incarnation: int
 
-
+Greeting = Hello | Proof
+OfReplica = Open | Fill | Push | Pull | PullRows | PutRows | Ask | Report | Task | TaskDone | GiveBack | Leave
+OfTraining = Stop | SetRule | Freeze | Thaw | Restore | Apply | Drop | Copy  # as a whole
+Reading = ReadBuffers | Describe | ReadFrozen | ReadBooks | Containers
 OfAnotherServer = KeepWhole | Keep | Fetch | Forget  # about its share
-Request = (
-    Hello
-    | Proof
-    | Open
-    | Fill
-    | Push
-    | Pull
-    | PullRows
-    | PutRows
-    | Ask
-    | Report
-    | Task
-    | TaskDone
-    | GiveBack
-    | Leave
-    | Stop
-    | SetRule
-    | ReadBuffers
-    | Describe
-    | Freeze
-    | ReadFrozen
-    | Thaw
-    | Restore
-    | ReadBooks
-    | Apply
-    | Containers
-    | Drop
-    | Copy
-    | OfAnotherServer
-)
+Request = Greeting | OfReplica | OfTraining | Reading | OfAnotherServer
 REQUESTS = msgspec.msgpack.Decoder(Request)

@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.central.chief.books import Books
-from paceline.central.messages.connection import Connection
 from paceline.central.messages.replies import BooksRead, Described, Ended, Ticket
 from paceline.central.messages.requests import Describe, ReadBooks
 from paceline.central.replica.books_and_state import with_counted
@@ -130,14 +129,8 @@ class FollowingEngine:
         servers = servers_of(place, self._board.get(self._row, Word.ARENAS))
         self._container = servers.container
         # For what a script may ask about the run as a whole.
-        self._to_chief = Connection(
-            servers.addresses[0],
-            token=servers.token,
-            keys=servers.keys,
-            who=f"device {place.device} of replica {place.replica}",
-            name="server 0",
-            timeout_s=strategy.timeout_s,
-        )
+        who = f"device {place.device} of replica {place.replica}"
+        self._to_chief = servers.connection(0, who, strategy.timeout_s)
         self._board.enter(self._row, Phase.BETWEEN)
 
     # ── what can be asked ────────────────────────────────────────────────────────────────────────────────

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import torch
@@ -46,14 +46,19 @@ from paceline.torch_private import AnyBatchNorm
 class Order(msgspec.Struct, frozen=True, tag=True):
     """What the leader tells the others."""
 
+    words: ClassVar[str]  # how a sentence names it
+
 
 class CallMade(Order, frozen=True):
     """The leader's script has called `batches` or `evaluate`."""
+
+    words = "a call of trainer.batches or trainer.evaluate"
 
 
 class TicketTaken(Order, frozen=True):
     """The chief has handed out a ticket, or there is no more work."""
 
+    words = "the next batch"
     answer: Ticket | Ended
     steps: int
 
@@ -61,12 +66,14 @@ class TicketTaken(Order, frozen=True):
 class ComputeTicket(Order, frozen=True):
     """Forward and backward of a ticket follow, on new parameters."""
 
+    words = "a step"
     ticket: Ticket
 
 
 class StepClosed(Order, frozen=True):
     """The ticket is settled."""
 
+    words = "the end of a step"
     loss: float
     samples: int
     replicas: int
@@ -78,6 +85,7 @@ class StepClosed(Order, frozen=True):
 class EvaluatePart(Order, frozen=True):
     """An evaluation of these samples follows, on new parameters."""
 
+    words = "an evaluation"
     start: int
     stop: int
 
@@ -85,12 +93,14 @@ class EvaluatePart(Order, frozen=True):
 class EvaluationTotal(Order, frozen=True):
     """The evaluation is over: what it came to."""
 
+    words = "the end of an evaluation"
     values: list[float]
 
 
 class ActDone(Order, frozen=True):
     """The leader has saved, or resumed."""
 
+    words = "a save"
     steps: int
 
 
@@ -155,8 +165,8 @@ class Devices:
                 return order
             if not isinstance(order, ActDone):  # a script may let the chief alone save
                 raise PacelineError(
-                    f"device {self._peers.rank} waits for {' or '.join(_words(kind) for kind in kinds)}, and the first "
-                    f"device of its replica goes on with {_words(type(order))}: in a script whose model is cut all "
+                    f"device {self._peers.rank} waits for {' or '.join(kind.words for kind in kinds)}, and the first "
+                    f"device of its replica goes on with {order.words}: in a script whose model is cut all "
                     "devices must train and evaluate alike"
                 )
 
@@ -260,18 +270,6 @@ class _PeersOfReplica(Peers):
     def tell_all(self, numbers: Sequence[int] | None = None) -> list[int]:
         told = torch.tensor(numbers, dtype=torch.int64) if numbers is not None and self.first else None
         return self.everyone.broadcast(told).tolist()
-
-
-def _words(kind: type[Order]) -> str:
-    return {
-        CallMade: "a call of trainer.batches or trainer.evaluate",
-        TicketTaken: "the next batch",
-        ComputeTicket: "a step",
-        StepClosed: "the end of a step",
-        EvaluatePart: "an evaluation",
-        EvaluationTotal: "the end of an evaluation",
-        ActDone: "a save",
-    }[kind]
 
 
 def _refuse_tables(model: nn.Module) -> None:

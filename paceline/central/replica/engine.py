@@ -194,19 +194,9 @@ class CentralizedEngine:
 
     def ask_for(self, client: Client, chapter: Chapter, *, at_once: bool = False) -> Ticket | Ended | Waiting:
         """Returns the same for one of several clients of this process; `at_once`: even if there is nothing to do."""
-        ledger = chapter.ledger
-        assert ledger.length is not None
         if self._board is not None and self._board.host_get(HostWord.STOP_REQUESTED):
             client.request_stop()
-        return client.ask(
-            chapter=chapter.number,
-            length=ledger.length,
-            batch_size=ledger.batch_size,
-            left_out=ledger.length % ledger.batch_size if ledger.drop_last else 0,
-            stop_epoch=chapter.stop_epoch,
-            call=self._call,
-            at_once=at_once,
-        )
+        return client.ask(chapter, self._call, at_once=at_once)
 
     def give_back(self) -> None:
         """What has come with the last answer will not be computed, not now."""
@@ -247,16 +237,9 @@ class CentralizedEngine:
 
     def note(self, worked: Worked) -> None:
         """Shows on the board what became of a ticket."""
-        board, row, outcome = self._board, self._row, worked.settled
-        if board is None:
-            return
-        board.set(row, Word.COMPUTE_NS, worked.compute_ns)
-        board.set(row, Word.WAIT_NS, worked.wait_ns)
-        board.set(row, Word.UPDATE_NS, 0)
-        board.set_float(row, Word.MEAN_LOSS, outcome.loss)
-        board.set(row, Word.STEP, outcome.step)
-        board.set(row, Word.SAMPLES_SEEN, outcome.seen)
-        board.enter(row, Phase.BETWEEN)
+        outcome, times_ns = worked.settled, (worked.compute_ns, worked.wait_ns, 0)
+        if self._board is not None:
+            self._board.end_step(self._row, times_ns, outcome.loss, outcome.seen, outcome.step)
 
     def enter(self, phase: Phase) -> None:
         if self._board is not None:

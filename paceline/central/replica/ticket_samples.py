@@ -13,6 +13,7 @@ a later run does it again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -23,27 +24,19 @@ from paceline.loop.engine import Chapter, Closed, ReplicaWork
 from paceline.seeds import mixed
 
 
+@dataclass
 class TicketSamples:
     """Tickets for every replica that this process is."""
 
-    def __init__(
-        self,
-        chapter: Chapter,
-        ask: Callable[[Chapter], Sequence[Ticket] | Ended],
-        give_back: Callable[[], None],
-        *,
-        alone: bool = True,
-    ) -> None:
-        """`alone`: this process is one replica; several draw random numbers from one sequence, and not all are seen at
-        once."""
-        self.stopped = False
-        self._chapter = chapter
-        self._ask = ask
-        self._give_back = give_back
-        self._alone = alone
+    chapter: Chapter
+    ask: Callable[[Chapter], Sequence[Ticket] | Ended]
+    give_back: Callable[[], None]
+    # This process is one replica; several draw random numbers from one sequence, and not all are seen at once.
+    alone: bool = True
+    stopped: bool = False
 
     def next(self) -> Sequence[ReplicaWork]:
-        answer = self._ask(self._chapter)
+        answer = self.ask(self.chapter)
         if isinstance(answer, Ended):
             self.stopped = answer.stop
             return []
@@ -58,18 +51,18 @@ class TicketSamples:
             ranges=ranges,
             first=assignment.runs[0][0],
             whole=sum(map(len, ranges)),
-            seed=mixed(self._chapter.ledger.seed, assignment.step, assignment.part) if self._alone else None,
+            seed=mixed(self.chapter.ledger.seed, assignment.step, assignment.part) if self.alone else None,
         )
 
     def _request(self, ticket: Ticket) -> Request:
         runs = [range(start, stop) for start, stop in ticket.runs]
-        return ticket.epoch, tuple(run for piece in cut(runs, self._chapter.accumulate) for run in piece)
+        return ticket.epoch, tuple(run for piece in cut(runs, self.chapter.accumulate) for run in piece)
 
     def following(self, work: ReplicaWork) -> Sequence[Request]:
         """As the chief says; or in a sync run the same part of the next batch."""
-        ticket, ledger = work.assignment, self._chapter.ledger
+        ticket, ledger = work.assignment, self.chapter.ledger
         # What the other replicas of an async process wait for would be dropped, and loaded twice.
-        if not self._alone and not ticket.sync:
+        if not self.alone and not ticket.sync:
             return []
         if ticket.following is not None:
             epoch, runs = ticket.following
@@ -85,4 +78,4 @@ class TicketSamples:
         """The chief has counted them."""
 
     def close(self) -> None:
-        self._give_back()
+        self.give_back()

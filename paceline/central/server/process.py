@@ -14,7 +14,7 @@ from paceline.launch.quick_start import load_compiler_late
 from paceline.launch.replica import die_with_parent
 from paceline.launch.servers import SERVER_VARIABLE, ServerSetting
 from paceline.memory.heap import keep_memory
-from paceline.net.secure import Keys, read_token
+from paceline.net.secure import read_token
 
 SWITCH_EVERY_S = 0.0005  # a thread that has the answer should not wait for one that computes
 
@@ -30,7 +30,6 @@ def main() -> None:
     server = Server(
         socket.socket(fileno=setting.descriptor),
         token=read_token(Path(setting.token_folder)),
-        keys=Keys.load(Path(setting.keys)) if setting.keys is not None else None,
         folder=Path(setting.folder) if setting.folder is not None else None,
     )
     # SIGTERM kills it as SIGKILL does: to end in good order would shut the listening socket, which the next one needs.
