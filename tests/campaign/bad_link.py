@@ -21,18 +21,19 @@ class BadLink:
         server: str,
         chance: random.Random,
         *,
+        port: int = 0,
         cut: float = 0.0,
         delay: float = 0.0,
         damage: float = 0.0,
         repeat: float = 0.0,
         reorder: float = 0.0,
     ) -> None:
-        host, port = server.split(":")
-        self._server = (host, int(port))
+        host, number = server.split(":")
+        self._server = (host, int(number))
         self._chance = chance
         self._cut, self._delay, self._damage, self._repeat, self._reorder = cut, delay, damage, repeat, reorder
         self.counts: Counter[str] = Counter()
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server(("127.0.0.1", port))
         self._closed = False
         self._connected = threading.Condition()
         self._thread = threading.Thread(target=self._accept, daemon=True)

@@ -1,10 +1,14 @@
-"""Training over links that cut, delay, damage, repeat and reorder: the result is that of a good one. `make soak`."""
+"""Training over links that cut, delay, damage, repeat and reorder: the result is that of a good one. `make soak`.
+
+And over one that is gone for longer than a first contact may take.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,8 @@ from bad_link import BadLink
 from checksum import largest_difference
 from conftest import Run, Start
 from servers_here import running, write_token
+
+from paceline.central.messages.connection import FIRST_CONTACT_S
 
 SCRIPT = Path(__file__).parent / "campaign_training.py"
 EPOCHS = 12
@@ -61,3 +67,45 @@ def test_bad_links_change_nothing(start: Start, alone: Run, tmp_path: Path, link
     else:
         assert run.told("evaluations")[-1] == pytest.approx(alone.told("evaluations")[-1], rel=0.1)
     run.assert_nothing_left()
+
+
+RETURNING = """
+import os, signal, time, torch, paceline as pl
+from pathlib import Path
+
+place, stepped = pl.place(), Path("stepped")
+if place.restarted:
+    Path("back").touch()
+    while not Path("cut").exists():
+        time.sleep(0.01)
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+trainer = pl.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).square().mean())
+for batch in trainer.batches(torch.randn(32, 4), 8, epochs=100_000):
+    trainer.step(batch)
+    if place.restarted:
+        stepped.touch()
+    elif place.rank == 1 and trainer.steps >= 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if stepped.exists():
+        break
+    time.sleep(0.02)
+"""
+
+
+def test_who_was_started_again_tries_for_longer_than_a_first_contact_takes(start: Start, tmp_path: Path) -> None:
+    with running() as server:
+        with contextlib.closing(BadLink(server.address, random.Random(0))) as link:
+            address = link.address
+            flags = f"--join {address} --token {write_token(tmp_path)} --container c --on-failure restart"
+            run = start(RETURNING, f"--replicas 2 {flags} --timeout 60")
+            end = time.monotonic() + 60
+            while not (run.folder / "back").exists():
+                assert time.monotonic() < end
+                time.sleep(0.01)
+        (run.folder / "cut").touch()
+        time.sleep(FIRST_CONTACT_S + 3)
+        with contextlib.closing(BadLink(server.address, random.Random(0), port=int(address.split(":")[1]))):
+            run.fine()
+    assert run.count("restarted") == 1
+    assert (run.folder / "stepped").exists()

@@ -86,10 +86,13 @@ def test_a_second_interrupt_ends_the_wait_for_a_reader_who_never_comes(tmp_path:
 def test_a_pipe_that_does_not_block_gets_everything(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    script = "for number in range(200_000): print('line', number)"
+    script = "for number in range(200_000): print('line', number)\nopen('printed', 'w').close()"
     run = start(tmp_path, script, "--quiet", stdout=writing)
     os.close(writing)
-    time.sleep(1)  # longer than it takes to fill a pipe
+    end = time.monotonic() + 60
+    while not (tmp_path / "printed").exists():  # much more than a pipe holds
+        assert time.monotonic() < end
+        time.sleep(0.01)
     found = b""
     while data := os.read(reading, 1 << 16):
         found += data

@@ -53,7 +53,7 @@ def servers_of(place: Place, number: int) -> ServerAddresses:
         servers.container if number == 1 else f"{servers.container}-{number}",
         read_token(Path(servers.token_folder)) if servers.token_folder is not None else "",
         Keys.load(Path(servers.keys)) if servers.keys is not None else None,
-        FIRST_CONTACT_S if servers.run else None,
+        FIRST_CONTACT_S if servers.run and not place.restarted else None,  # who returns has found them before
     )
 
 
