@@ -124,8 +124,9 @@ def _run(todo: Sequence[tuple[Model, Strategy]], results: Results, options: argp
 
 
 def _show(cell: Cell, folder: Path, console: Console) -> None:
-    for path in sorted((folder / f"{cell.model}-{cell.strategy}").glob("*.txt")):
-        console.rule(path.name)
+    alone = (folder / "alone").glob(f"{cell.model}-*/*.txt")
+    for path in (*alone, *sorted((folder / f"{cell.model}-{cell.strategy}").glob("*.txt"))):
+        console.rule(path.relative_to(folder).as_posix())
         console.print(path.read_text(errors="replace"), markup=False, highlight=False, soft_wrap=True)
     console.print(f"by hand: {cell.command}", markup=False, highlight=False, soft_wrap=True)
 

@@ -57,7 +57,7 @@ class Ended:
     output: str
 
 
-class _Judged(Exception):
+class Judged(Exception):
     """Ends a cell before its comparison."""
 
     def __init__(self, verdict: str, words: str) -> None:
@@ -98,7 +98,7 @@ def run_cell(model: Model, strategy: Strategy, folder: Path, *, limit_s: float =
         bound = 0.0 if strategy.twice else CLOSE
         verdict = EQUAL if largest.relative <= bound else DIFFERENT
         words = f"{largest.relative:.1e}" + (f" in {largest.where}" if largest.relative else "")
-    except _Judged as judged:
+    except Judged as judged:
         verdict, words = judged.verdict, judged.words
     for model_file in place.rglob("*.safetensors"):
         model_file.unlink()
@@ -131,9 +131,9 @@ def _alone(model: Model, strategy: Strategy, folder: Path, limit_s: float) -> Pa
         place.mkdir(parents=True)
         ended = _run([sys.executable, str(SCRIPT), *arguments, "--out", str(place)], place / "alone.txt", limit_s)
         if ended.code is None:
-            raise _Judged(BROKEN, f"one process alone did not end within {limit_s:g} s")
+            raise Judged(BROKEN, f"one process alone did not end within {limit_s:g} s")
         if ended.code != 0:
-            raise _Judged(BROKEN, f"one process alone: {_last_line(ended.output)}")
+            raise Judged(BROKEN, f"one process alone: {_last_line(ended.output)}")
         (place / "done").touch()
     return place
 
@@ -143,12 +143,12 @@ def _dims(model: Model, strategy: Strategy, place: Path, limit_s: float) -> list
     arguments = ["dims", str(SCRIPT), "--json", "--", *strategy.arguments(model)]
     ended = _run([sys.executable, "-m", "paceline", *arguments], place / "dims.txt", limit_s)
     if ended.code is None:
-        raise _Judged(HANG, f"`paceline dims` did not end within {limit_s:g} s")
+        raise Judged(HANG, f"`paceline dims` did not end within {limit_s:g} s")
     if ended.code != 0:
-        raise _judged_by_output(ended, "`paceline dims`: ")
+        raise judged_by_output(ended, "`paceline dims`: ")
     names = list(json.loads(next(line for line in ended.output.splitlines() if line.startswith("{")))["dims"])
     if not set(names) & set(CUT_DIMS):
-        raise _Judged(REFUSED, f"`paceline dims` has none of {', '.join(CUT_DIMS)}; it has {', '.join(names)}")
+        raise Judged(REFUSED, f"`paceline dims` has none of {', '.join(CUT_DIMS)}; it has {', '.join(names)}")
     return names
 
 
@@ -166,13 +166,13 @@ def _distributed(
     failures = [msgspec.json.decode(path.read_bytes(), type=Failure) for path in run_folder.glob(failure_name("*"))]
     if ended.code is None:
         waiting = "".join(f"; {failure.sentence}" for failure in failures)
-        raise _Judged(HANG, f"it did not end within {limit_s:g} s{waiting}")
+        raise Judged(HANG, f"it did not end within {limit_s:g} s{waiting}")
     if not failures:
-        raise _judged_by_output(ended)
+        raise judged_by_output(ended)
     first = min(failures, key=lambda failure: failure.time)
     if not first.expected:
-        raise _Judged(TRACEBACK, f"{_last_line(first.sentence)} ({_where(first.traceback)})")
-    raise _Judged({"Stalled": HANG, "ReplicaDied": DIED}.get(first.kind, REFUSED), first.sentence)
+        raise Judged(TRACEBACK, f"{_last_line(first.sentence)} ({_where(first.traceback)})")
+    raise Judged({"Stalled": HANG, "ReplicaDied": DIED}.get(first.kind, REFUSED), first.sentence)
 
 
 def _run(command: Sequence[str], output: Path, limit_s: float) -> Ended:
@@ -223,19 +223,19 @@ def _crowd() -> float:
 # ── what is said of them ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _judged_by_output(ended: Ended, prefix: str = "") -> _Judged:
+def judged_by_output(ended: Ended, prefix: str = "") -> Judged:
     """A verdict on a run that failed and left nothing but its output."""
     ours = re.findall(r"^paceline\.errors\.\w+: (.*)", ended.output, re.MULTILINE)
     if ours:
-        return _Judged(REFUSED, prefix + ours[-1])
+        return Judged(REFUSED, prefix + ours[-1])
     if "Traceback (most recent call last)" in ended.output:
         raised = re.findall(r"^([\w.]+(?:Error|Exception|Interrupt)\b.*)", ended.output, re.MULTILINE)
-        return _Judged(
+        return Judged(
             TRACEBACK, f"{prefix}{raised[-1] if raised else _last_line(ended.output)} ({_where(ended.output)})"
         )
     if ended.code is not None and (ended.code < 0 or ended.code > 128):
-        return _Judged(DIED, f"{prefix}exit code {ended.code}: {_last_line(ended.output)}")
-    return _Judged(REFUSED, prefix + _last_line(ended.output).removeprefix("paceline: "))
+        return Judged(DIED, f"{prefix}exit code {ended.code}: {_last_line(ended.output)}")
+    return Judged(REFUSED, prefix + _last_line(ended.output).removeprefix("paceline: "))
 
 
 def _where(traceback: str) -> str:
