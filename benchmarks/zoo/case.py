@@ -61,7 +61,7 @@ def own_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def without_dropout(model: nn.Module) -> None:
     """Switches off all that is drawn at random in forward: dropout, stochastic depth, layers left out."""
-    words = ("dropout", "pdrop", "drop_prob", "drop_path", "layerdrop")
+    words = ("dropout", "pdrop", "drop_prob", "drop_path", "drop_rate", "layerdrop")
     for module in model.modules():
         for held in (module, getattr(module, "config", None)):
             for name, value in vars(held).items() if held is not None else ():
