@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+ZOO    := .zoo
 
-.PHONY: demo test soak bench peers torch-suite lint format clean
+.PHONY: demo test soak bench peers torch-suite zoo lint format clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -24,6 +25,9 @@ peers: $(READY)
 torch-suite: $(READY)
 	$(BIN)/python -m benchmarks.torch_suite
 
+zoo: $(ZOO)/.ready
+	$(ZOO)/bin/python -m benchmarks.zoo
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -39,5 +43,13 @@ $(READY): pyproject.toml constraints-dev.txt
 	$(BIN)/pip install --quiet --constraint constraints-dev.txt --editable ".[dev]"
 	touch $@
 
+# Sees all that .venv has, torch above all, and adds what the zoo needs beside it.
+$(ZOO)/.ready: $(READY) benchmarks/zoo/requirements.txt
+	test -x $(ZOO)/bin/python || $(BIN)/python -m venv $(ZOO)
+	$(BIN)/python -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" \
+	    > $$($(ZOO)/bin/python -c "import site; print(site.getsitepackages()[0])")/development.pth
+	$(ZOO)/bin/pip install --quiet --constraint constraints-dev.txt --requirement benchmarks/zoo/requirements.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) .peers build dist *.egg-info
+	rm -rf $(VENV) $(ZOO) .peers build dist *.egg-info
