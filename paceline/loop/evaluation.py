@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
 from paceline.data.script_call import ScriptCall
 from paceline.evaluations import EvaluationKey, EvaluationResult
+from paceline.loop.engine import Batch, Chapter
 
 Metric = Callable[[nn.Module, Any], Any]
 
@@ -55,3 +57,33 @@ class Evaluation:
         """Returns what the user gets: the mean over all samples."""
         means = [total / self.length for total in result.sums]
         return dict(zip(result.names, means, strict=True)) if result.names else means[0]
+
+
+class _InHand(Evaluation):
+    """Sums a loss over a batch of which each replica has its own part."""
+
+    def __init__(self, loss: Metric, model: nn.Module, batch: Batch, script_call: ScriptCall) -> None:
+        self._ranges = batch.work.ranges
+        super().__init__(loss, model, lambda part: batch.micro_batches[part.start], script_call, 1)
+
+    def over(self, samples: range) -> torch.Tensor:
+        """Returns the sum over this replica's own samples, whichever it was asked for."""
+        self._names = [None]
+        total = 0.0
+        for number, part in enumerate(self._ranges):
+            if part:
+                total += float(self._metric(self._model, self._load(range(number, number + 1)))) * len(part)
+        return torch.tensor([total], dtype=torch.float64)
+
+
+def evaluation_of(loss: Metric, model: nn.Module, batch: Batch, chapter: Chapter, call: ScriptCall) -> Evaluation:
+    """Returns how the loss is computed once more over all samples of a batch, by whoever computes which."""
+    feed, work = chapter.feed, batch.work
+    call = msgspec.structs.replace(call, length=work.whole)
+    if feed.length is None:  # a stream has forgotten them: each replica has its part in hand
+        return _InHand(loss, model, batch, call)
+
+    def load(part: range) -> Any:
+        return feed.load(chapter.ledger, work.epoch, range(work.first + part.start, work.first + part.stop))
+
+    return Evaluation(loss, model, load, call, -(-work.whole // chapter.accumulate))
