@@ -7,8 +7,8 @@ tenth of the largest of them): a mistake in an algorithm is orders of magnitude 
 In float64 that is all. In float32 some gradients are nothing but rounding, e.g. of a bias in front of a BatchNorm,
 which is zero in exact arithmetic. An optimizer that normalizes, like Adam, makes full steps of them, in a direction
 that rounding decides. Elements whose gradients agree less well than the tolerance asks are therefore left out from
-then on, and counted. The same holds in a run in float64 from where its script has computed in float32 by itself, but only for
-what is not equal in float64 anyway.
+then on, and counted. The same holds in a run in float64 from where its script has computed in float32 by itself, but
+only for what is not equal in float64 anyway.
 
 Within a step the causes come before their effects: loss, gradients, optimizer state, parameters, buffers.
 """
