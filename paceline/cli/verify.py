@@ -27,8 +27,9 @@ from paceline.cli.verified import Precision, Result
 from paceline.errors import LaunchError, StrategyError
 from paceline.launch.job import RunJob
 from paceline.launch.supervisor import Supervisor
+from paceline.rules import Sync
 from paceline.run_place import PLACE_VARIABLE, Place, Recording
-from paceline.verify.recorded import NOT_ASKED, steps_of, was_asked
+from paceline.verify.recorded import NOT_ASKED, forget_asked, steps_of, was_asked
 from paceline.watch.display import choose_display
 from paceline.watch.run_folder import RunFolder
 
@@ -80,18 +81,18 @@ def execute(options: argparse.Namespace) -> int:
         precision = _run_alone(plan, alone, options.steps, precision, may_narrow=options.dtype is None)
         if not steps_of(alone):
             raise LaunchError(f"{plan.script} made no step with a pl.Trainer, whose numbers paceline verify compares")
+        not_asked = (alone / NOT_ASKED).read_text() if (alone / NOT_ASKED).exists() else None
         # A script that asks its model nothing ends with its last step, where all its processes can be asked together.
-        asks = was_asked(alone)
+        asks = was_asked(alone) and _in_step(plan)
         steps = steps_of(alone) if asks else options.steps
         _run_distributed(plan, _recording(plan, distributed, steps, precision, asks=asks), run_folder)
         from paceline.verify.compare import compare
 
-        result = Result(
-            compare(alone, distributed, tolerance, dtype=precision.dtype),
-            precision,
-            asked=asks,
-            not_asked=(alone / NOT_ASKED).read_text() if (alone / NOT_ASKED).exists() else None,
-        )
+        if was_asked(alone) and not asks:
+            forget_asked(alone)
+            not_asked = "under this rule replicas are not at the same step"
+        verdict = compare(alone, distributed, tolerance, dtype=precision.dtype)
+        result = Result(verdict, precision, asked=asks, not_asked=not_asked)
     print(result.as_json() if options.json else result.in_words(plan))
     return 0 if result.verdict.equal else 1
 
@@ -117,6 +118,14 @@ def _precision(given: str | None, plan: Plan) -> Precision:
             raise StrategyError("dtype", given, f"--wire {wire} is of float32 alone, leave one of them out")
         return Precision("float32", f"--wire {wire} is of float32 alone")
     return Precision("float64")
+
+
+def _in_step(plan: Plan) -> bool:
+    """Whether all replicas are done with the same step when they are done with their last one."""
+    strategy = plan.strategy
+    if not strategy.on_servers or strategy.replicas == 1:
+        return True
+    return strategy.rule == Sync() and not strategy.warmup_steps and not strategy.warmup_epochs
 
 
 def _recording(plan: Plan, folder: Path, steps: int, precision: Precision, *, asks: bool) -> Recording:

@@ -78,12 +78,13 @@ class _InHand(Evaluation):
 
 def evaluation_of(loss: Metric, model: nn.Module, batch: Batch, chapter: Chapter, call: ScriptCall) -> Evaluation:
     """Returns how the loss is computed once more over all samples of a batch, by whoever computes which."""
-    feed, work = chapter.feed, batch.work
-    call = msgspec.structs.replace(call, length=work.whole)
+    feed, ledger, work = chapter.feed, chapter.ledger, batch.work
     if feed.length is None:  # a stream has forgotten them: each replica has its part in hand
-        return _InHand(loss, model, batch, call)
+        return _InHand(loss, model, batch, msgspec.structs.replace(call, length=work.whole))
+    start = work.first - work.first % ledger.batch_size  # with servers a replica knows only which part was its own
+    whole = min(ledger.batch_size, feed.length - start)
 
     def load(part: range) -> Any:
-        return feed.load(chapter.ledger, work.epoch, range(work.first + part.start, work.first + part.stop))
+        return feed.load(ledger, work.epoch, range(start + part.start, start + part.stop))
 
-    return Evaluation(loss, model, load, call, -(-work.whole // chapter.accumulate))
+    return Evaluation(loss, model, load, msgspec.structs.replace(call, length=whole), -(-whole // chapter.accumulate))

@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch.optim import Optimizer
 
 from paceline.loop.engine import Engine
 from paceline.loop.run_state import flatten
 from paceline.run_place import Place, Recording
 from paceline.torch_private import tree_leaves
-from paceline.verify.precision import AsItIs
+from paceline.verify.precision import AsItIs, largest_gain
 from paceline.verify.recorded import NOT_ASKED, answer_file, asked_file, step_file
 
 Ask = Callable[[], float]
@@ -45,8 +46,10 @@ class NoRecorder:
 class Recorder(NoRecorder):
     """One file a step and one an answer, written by the one in charge while nobody can change what it reads."""
 
-    def __init__(self, recording: Recording, engine: Engine, precision: AsItIs, *, is_reference: bool) -> None:
-        self._recording, self._engine, self._precision = recording, engine, precision
+    def __init__(
+        self, recording: Recording, engine: Engine, precision: AsItIs, optimizer: Optimizer, *, is_reference: bool
+    ) -> None:
+        self._recording, self._engine, self._precision, self._optimizer = recording, engine, precision, optimizer
         self._folder = Path(recording.folder)
         self._is_reference = is_reference
         self._gradients: dict[str, torch.Tensor] = {}
@@ -105,7 +108,8 @@ class Recorder(NoRecorder):
 
     def _write(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         whole = {key: value.detach().clone().contiguous() for key, value in tensors.items()}
-        save_file(whole, self._folder / name, {"narrow": self._precision.narrow})
+        notes = {"narrow": self._precision.narrow, "gain": str(largest_gain(self._optimizer.param_groups))}
+        save_file(whole, self._folder / name, notes)
         self._precision.narrow = ""
 
 
@@ -113,8 +117,8 @@ def _as_tensor(value: torch.Tensor | float) -> torch.Tensor:
     return value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
 
 
-def open_recorder(place: Place, engine: Engine, precision: AsItIs) -> NoRecorder:
+def open_recorder(place: Place, engine: Engine, precision: AsItIs, optimizer: Optimizer) -> NoRecorder:
     """If this run is to be recorded."""
     if place.recording is None:
         return NoRecorder()
-    return Recorder(place.recording, engine, precision, is_reference=place.started_by == "reference")
+    return Recorder(place.recording, engine, precision, optimizer, is_reference=place.started_by == "reference")

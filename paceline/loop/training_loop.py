@@ -68,7 +68,7 @@ class TrainingLoop:
         self._passes, self._place = training.passes, training.place
         self._schedule = Schedule(training.optimizer, training.scheduler)
         self._precision = training.precision
-        self._recorder = open_recorder(self._place, engine, training.precision)
+        self._recorder = open_recorder(self._place, engine, training.precision, training.optimizer)
         self._position = ScriptPosition()
         self._chapter: Chapter | None = None  # in hand
         self._samples: Samples | None = None  # of that chapter

@@ -4,7 +4,9 @@ Float sums depend on their order, so equal runs differ by rounding. A tensor cou
 by more than a tolerance times the tensor's largest magnitude (or, for a gradient that is small among gradients, a
 tenth of the largest of them): a mistake in an algorithm is orders of magnitude above that, rounding orders below.
 
-In float64 that is all. In float32 some gradients are nothing but rounding, e.g. of a bias in front of a BatchNorm,
+In float64 that is all, but for what an optimizer that normalizes makes of rounding: Adam divides by a gradient's own
+size, or by 1e-8 if it has none, and so a parameter may be off by as much as the measured difference of its gradients
+explains. In float32 some gradients are nothing but rounding, e.g. of a bias in front of a BatchNorm,
 which is zero in exact arithmetic. An optimizer that normalizes, like Adam, makes full steps of them, in a direction
 that rounding decides. Elements whose gradients agree less well than the tolerance asks are therefore left out from
 then on, and counted. The same holds in a run in float64 from where its script has computed in float32 by itself, but
@@ -101,9 +103,12 @@ class _Comparison:
     steps: int = 0
     tensors: int = 0
     answers: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ANSWERS, 0))
+    gain: float = 0.0  # by how much a gradient's element changes its parameter in this step, at most
     narrow: str = ""  # what the steps so far have computed in
     needed: str = ""  # what of that, or of an answer, was needed
     largest: Difference | None = None
+    rounding: Tensors = field(default_factory=dict)  # by parameter: the largest difference of its gradients so far
+    explained: Tensors = field(default_factory=dict)  # by parameter: what the optimizer may have made of that
     undecided: Tensors = field(default_factory=dict)  # by parameter: elements that rounding decides
 
     def tolerance(self, dtype: str) -> float:
@@ -120,7 +125,8 @@ class _Comparison:
     def of_file(self, name: str, reference: Path, run: Path) -> Difference | None:
         """Returns the first tensor of a step, or of an answer, that is too different."""
         step = step_of(name)
-        expected, narrow = _read(reference)
+        expected, notes = _read(reference)
+        narrow, self.gain = notes.get("narrow", ""), float(notes.get("gain", 0))
         if self.dtype != "float64":
             narrow = ""
         if is_answer(name):
@@ -170,10 +176,15 @@ class _Comparison:
             return Difference(step, name, 0, 0, "is not finite in one of the runs")
         off = (expected - actual).abs().nan_to_num()
         scale = max(expected.abs().nan_to_num().max().item() if expected.numel() else 1.0, floor)
+        kind, _, rest = name.partition("/")
+        if kind == "gradient":
+            rounding = self.rounding[rest] = torch.maximum(off, self.rounding.get(rest, torch.zeros(())))
+            self.explained[rest] = self.explained.get(rest, 0.0) + self.gain * rounding
+        elif kind == "model" and rest in self.explained and self.dtype == "float64":
+            off = (off - self.explained[rest]).clamp(min=0)
         largest = off.max().item() if off.numel() else 0.0
         if self._leaves_out(narrow):
             tolerance = self.tolerance(narrow or self.dtype)
-            kind, _, rest = name.partition("/")
             if kind == "gradient":
                 self.undecided[rest] = self.undecided.get(rest, False) | (off > 0.5 * tolerance * expected.abs())
             elif self.dtype != "float64" or largest > self.tolerance("float64") * scale:
@@ -185,17 +196,17 @@ class _Comparison:
         return Difference(step, name, largest, scale)
 
 
-def _read(path: Path) -> tuple[Tensors, str]:
-    """Returns the tensors of a file, and the narrowest type in which they were computed; none if it is not there."""
+def _read(path: Path) -> tuple[Tensors, dict[str, str]]:
+    """Returns the tensors of a file, and what was noted with them; nothing if it is not there."""
     if not path.exists():
-        return {}, ""
+        return {}, {}
     with safe_open(path, "pt") as file:
-        narrow = (file.metadata() or {}).get("narrow", "")
+        notes = dict(file.metadata() or {})
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
     for tensor in tensors.values():
         if tensor.dtype in NARROW and tensor.dim():  # a count of steps has no dims, and no digits to lose
-            narrow = narrower(narrow, name_of(tensor.dtype))
-    return {name: torch.view_as_real(it) if it.is_complex() else it for name, it in tensors.items()}, narrow
+            notes["narrow"] = narrower(notes.get("narrow", ""), name_of(tensor.dtype))
+    return {name: torch.view_as_real(it) if it.is_complex() else it for name, it in tensors.items()}, notes
 
 
 def _family(name: str) -> str:

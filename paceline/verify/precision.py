@@ -10,7 +10,7 @@ that it is not meant. The one process that all are compared with is watched for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -136,6 +136,17 @@ def name_of(dtype: torch.dtype) -> str:
     'float32'
     """
     return str(dtype).removeprefix("torch.")
+
+
+def largest_gain(groups: Sequence[Mapping[str, Any]]) -> float:
+    """Returns by how much a change of a gradient's element may change its parameter in one step.
+
+    Adam and its like divide by the gradient's own size, but by no less than `eps`: twice, since that size changes too.
+
+    >>> largest_gain([{"lr": 0.5}, {"lr": 0.5, "eps": 0.01}])
+    100.0
+    """
+    return max((2 * float(group.get("lr", 1.0)) / min(group.get("eps") or 1.0, 1.0) for group in groups), default=0.0)
 
 
 def _widen(tensor: torch.Tensor) -> None:

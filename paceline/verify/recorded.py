@@ -33,6 +33,11 @@ def was_asked(folder: Path) -> bool:
     return (folder / asked_file(steps_of(folder))).exists()
 
 
+def forget_asked(folder: Path) -> None:
+    """Of a run whose answer nobody else will give."""
+    (folder / asked_file(steps_of(folder))).unlink()
+
+
 def is_answer(name: str) -> bool:
     return "-answer-" in name
 

@@ -8,13 +8,14 @@ from safetensors.torch import save_file
 
 from paceline.errors import PacelineError
 from paceline.verify.compare import compare
+from paceline.verify.precision import largest_gain
 from paceline.verify.recorded import answer_file, step_file
 
 
-def recording(folder: Path, *steps: dict[str, torch.Tensor], narrow: str = "") -> Path:
+def recording(folder: Path, *steps: dict[str, torch.Tensor], **notes: str) -> Path:
     folder.mkdir()
     for number, tensors in enumerate(steps):
-        save_file(tensors, folder / step_file(number), {"narrow": narrow})
+        save_file(tensors, folder / step_file(number), notes)
     return folder
 
 
@@ -133,6 +134,23 @@ def test_a_given_tolerance_holds_for_everything(tmp_path: Path) -> None:
     a, b = recording(tmp_path / "a", wide(step()), narrow="float32"), recording(tmp_path / "b", wide(step(loss=1.0001)))
     assert not compare(a, b, 1e-6, dtype="float64").equal
     assert compare(a, b, 1e-3, dtype="float64").equal
+
+
+def test_a_parameter_may_be_off_by_what_adam_makes_of_the_rounding_of_its_gradient_and_no_more(tmp_path: Path) -> None:
+    """A gradient that is zero in exact arithmetic has no digits: 3e-17 and -1e-17 are the same."""
+    gain = str(largest_gain([{"lr": 0.01, "eps": 1e-8}]))
+    a = recording(tmp_path / "a", wide(step(gradient=3e-17)), gain=gain)
+    fine, wrong = (
+        recording(
+            tmp_path / str(off),
+            wide(step(gradient=-1e-17)) | {"model/w": torch.tensor([2 + off, 3.0], dtype=torch.float64)},
+        )
+        for off in (5e-11, 2e-10)
+    )
+    assert compare(a, fine, dtype="float64").equal
+    verdict = compare(a, wrong, dtype="float64")
+    assert verdict.first is not None
+    assert verdict.first.tensor == "model/w"
 
 
 # ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────
