@@ -143,10 +143,14 @@ def largest_gain(groups: Sequence[Mapping[str, Any]]) -> float:
 
     Adam and its like divide by the gradient's own size, but by no less than `eps`: twice, since that size changes too.
 
-    >>> largest_gain([{"lr": 0.5}, {"lr": 0.5, "eps": 0.01}])
+    >>> largest_gain([{"lr": 0.5}, {"lr": 0.5, "eps": 0.01}, {"lr": 0.5, "eps": (None, 0.001)}])
     100.0
     """
-    return max((2 * float(group.get("lr", 1.0)) / min(group.get("eps") or 1.0, 1.0) for group in groups), default=0.0)
+    gains = [0.0]
+    for group in groups:
+        eps = group.get("eps")  # Adafactor has two, of another kind
+        gains.append(2 * float(group.get("lr", 1.0)) / (eps if isinstance(eps, float) and 0 < eps < 1 else 1.0))
+    return max(gains)
 
 
 def _widen(tensor: torch.Tensor) -> None:
