@@ -30,6 +30,9 @@ class Recording(msgspec.Struct, frozen=True):
 
     folder: str
     steps: int
+    dtype: Literal["float64", "float32"] = "float32"  # float32: whatever the script computes in
+    asks: bool = False  # after the last step, for the loss in eval mode; one process only if the script asks nothing
+    tables: bool = False  # the strategy has sparse embeddings on servers
 
 
 class ServersPlace(msgspec.Struct, frozen=True, kw_only=True):

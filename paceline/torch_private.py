@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch._compile import _disable_dynamo as keep_compiler_out
     from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
     from torch.optim import Optimizer
+    from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
     from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
     empty_tensor = torch.Tensor._make_wrapper_subclass
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AnyBatchNorm",
+    "DispatchMode",
     "PlainTensors",
     "TreeSpec",
     "backward_will_run",
@@ -70,6 +72,8 @@ _WHERE = {
     "tree_leaves": (_TREES, "tree_leaves"),
     "tree_map": (_TREES, "tree_map"),
     "tree_unflatten": (_TREES, "tree_unflatten"),
+    # Sees every operator that runs inside of it: how `paceline verify` finds what a script computes in float32 itself.
+    "DispatchMode": ("torch.utils._python_dispatch", "TorchDispatchMode"),
     # What `torch.no_grad` comes to in a traced graph: a function that is called there by itself.
     "set_grad_mode": ("torch._C", "_set_grad_enabled"),
     # Of tiles: a tensor that has a size and no values, and the context inside of which its class counts for nothing.

@@ -31,6 +31,7 @@ from paceline.rules import Rule
 from paceline.run_place import find_place, settle
 from paceline.split.cut import Loss
 from paceline.strategy import Strategy
+from paceline.verify.precision import open_precision
 
 
 class Trainer:
@@ -70,7 +71,12 @@ class Trainer:
         self.model = model
         self.optimizer = optimizer
         self._place = msgspec.structs.replace(settle(find_place(), strategy), dims=dict(dims or {}))
-        training = Training(model, optimizer, scheduler, clip_norm, Passes(loss, accumulate), self._place)
+        precision = self._precision = open_precision(
+            self._place.recording, is_reference=self._place.started_by == "reference"
+        )
+        precision.prepare(model, optimizer)
+        passes = Passes(precision.of(loss), accumulate)
+        training = Training(model, optimizer, scheduler, clip_norm, passes, self._place, precision)
         self._loop = TrainingLoop(training, open_engine(training))
 
     # ── what a user may ask ──────────────────────────────────────────────────────────────────────────────
@@ -166,7 +172,7 @@ class Trainer:
             )
         if epochs < 0:
             raise DataError("epochs", epochs, "give a whole number from 0 up")
-        feed = open_feed(dataset, collate)
+        feed = open_feed(dataset, collate, self._precision.convert)
         asked = Ledger(feed.length, batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last)
         yield from self._loop.batches(feed, asked, epochs, prefetch)
 
@@ -180,7 +186,7 @@ class Trainer:
 
         The model is in eval mode and the samples are divided among the replicas.
         """
-        feed = open_feed(dataset, collate)
+        feed = open_feed(dataset, collate, self._precision.convert)
         if feed.length is None:
             raise DataError("dataset", type(dataset).__name__, "evaluate on one that has a length")
         ledger = Ledger(feed.length, batch_size, shuffle=False)
@@ -188,7 +194,7 @@ class Trainer:
         call = self._loop.describe_call("evaluate", feed)
         self._loop.engine.rest()
         with evaluating(self.model), torch.no_grad():
-            return self._loop.evaluate(Evaluation(metric, self.model, load, call, batch_size))
+            return self._loop.evaluate(Evaluation(self._precision.of(metric), self.model, load, call, batch_size))
 
     def predictor(self) -> Callable[..., Any]:
         """Answers single requests as the model stands: `predictor(*args)` is `model(*args)` in eval mode, without

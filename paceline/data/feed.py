@@ -35,6 +35,7 @@ from paceline.data.script_call import describe
 from paceline.errors import DataError, PacelineError
 
 Collate = Callable[[list[Any]], Any]
+Convert = Callable[[Any], Any]
 
 
 class Feed(ABC):
@@ -45,13 +46,15 @@ class Feed(ABC):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self.convert: Convert | None = None  # what a batch becomes before anybody sees it
 
     def load(self, ledger: Ledger, epoch: int, positions: range) -> Any:
         """The collated batch of these positions, or None if there are none."""
         if not positions:
             return None
         with self._lock:
-            return self._load(ledger, epoch, positions)
+            batch = self._load(ledger, epoch, positions)
+        return batch if self.convert is None else self.convert(batch)
 
     @abstractmethod
     def _load(self, ledger: Ledger, epoch: int, positions: range) -> Any: ...
@@ -208,9 +211,11 @@ class _Reading:
         return not self._ended
 
 
-def open_feed(dataset: Any, collate: Collate | None = None) -> Feed:
-    """The feed for a dataset: tensors, map-style or a stream. `collate` makes a batch of a list of samples."""
+def open_feed(dataset: Any, collate: Collate | None = None, convert: Convert | None = None) -> Feed:
+    """The feed for a dataset: tensors, map-style or a stream. `collate` makes a batch of a list of samples, and
+    `convert` another of it."""
     feed = _feed_of(dataset, collate)
+    feed.convert = convert
     feed.description = describe(dataset)
     return feed
 

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from paceline.launch.on_import import when_imported
 from paceline.torch_private import COMPILER, KNOWN_TO_COMPILER, STEP_DECORATOR, may_borrow
 
 Method = Callable[..., Any]
@@ -26,37 +25,16 @@ OPTIMIZERS = "torch.optim.optimizer"
 
 def load_compiler_late() -> None:
     """To be called before torch is imported, which is left to the script: it may set torch's variables first."""
-    sys.meta_path.insert(0, _Finder())
+    when_imported(OPTIMIZERS, _go_without_compiler)
 
 
-class _Finder(MetaPathFinder):
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != OPTIMIZERS:
-            return None
-        sys.meta_path.remove(self)
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
-        return spec
-
-
-class _Loader(Loader):
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self._loader  # nobody sees that it was another
-        self._loader.exec_module(module)
-        if not may_borrow(sys.modules["torch"].__version__) or not hasattr(module, STEP_DECORATOR):
-            return
-        for method in vars(module.Optimizer).values():
-            if (function := getattr(method, "__wrapped__", None)) is not None:
-                setattr(function, KNOWN_TO_COMPILER, _without_compiler(method, function))
-        setattr(module, STEP_DECORATOR, _steps_without_compiler(getattr(module, STEP_DECORATOR)))
+def _go_without_compiler(module: ModuleType) -> None:
+    if not may_borrow(sys.modules["torch"].__version__) or not hasattr(module, STEP_DECORATOR):
+        return
+    for method in vars(module.Optimizer).values():
+        if (function := getattr(method, "__wrapped__", None)) is not None:
+            setattr(function, KNOWN_TO_COMPILER, _without_compiler(method, function))
+    setattr(module, STEP_DECORATOR, _steps_without_compiler(getattr(module, STEP_DECORATOR)))
 
 
 def _without_compiler(method: Method, function: Method) -> Method:

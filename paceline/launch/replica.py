@@ -13,32 +13,29 @@ The two sides meet in `PACELINE_PLACE`, `PACELINE_PARENT`, and the descriptor of
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import ctypes
 import faulthandler
 import io
 import os
-import runpy
 import signal
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import msgspec
 
 from paceline.errors import LaunchError, PacelineError
 from paceline.exchange.board import called
-from paceline.launch import limits
+from paceline.launch import limits, script
 from paceline.launch.cores import allowed_cores, share_of_cores
 from paceline.launch.guard import Guard
 from paceline.launch.quick_start import load_compiler_late
+from paceline.launch.script import run_script
 from paceline.memory.heap import keep_memory
 from paceline.run_place import PLACE_VARIABLE, Place, find_place
 from paceline.watch.events import AppendFile
@@ -51,7 +48,11 @@ _PR_SET_PDEATHSIG = 1
 _CHUNK_BYTES = 1 << 16
 _TAIL_BYTES = 4096
 # Frames that are not shown.
-_OURS = (__file__, *(f"<frozen {name}>" for name in ("importlib._bootstrap", "importlib._bootstrap_external", "runpy")))
+_OURS = (
+    __file__,
+    script.__file__,
+    *(f"<frozen {name}>" for name in ("importlib._bootstrap", "importlib._bootstrap_external", "runpy")),
+)
 
 
 # ── outside: the supervisor's hand on a replica ──────────────────────────────────────────────────────────────
@@ -196,16 +197,8 @@ def main() -> None:
     log = _open_log(place)
     _prepare(place, log)
     load_compiler_late()
-    is_module = sys.argv[1] == "-m"
-    sys.argv = sys.argv[2:] if is_module else sys.argv[1:]
-    script = sys.argv[0]
-    if not getattr(sys.flags, "safe_path", False):  # Python 3.10 has no such flag
-        sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(script))
     try:
-        if is_module:
-            runpy.run_module(script, run_name="__main__", alter_sys=True)
-        else:
-            _run_as_main(script)
+        run_script(place)
     except SystemExit:
         raise
     except BaseException as error:
@@ -214,16 +207,6 @@ def main() -> None:
         with contextlib.suppress(RuntimeError):  # it needs a thread, for which there may be no room
             faulthandler.dump_traceback_later(LONGEST_EXIT_S, exit=True, file=log)
         sys.exit(1)
-
-
-def _run_as_main(script: str) -> None:
-    """As `python` does it: `__file__` is an absolute path, `sys.argv[0]` what was typed (`runpy` makes them one)."""
-    loader = SourceFileLoader("__main__", os.path.abspath(script))
-    code = loader.source_to_code(loader.get_data(loader.path), loader.path)
-    module = ModuleType("__main__")
-    vars(module).update(__file__=loader.path, __loader__=loader, __builtins__=builtins)
-    sys.modules["__main__"] = module
-    exec(code, vars(module))
 
 
 def die_with_parent() -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
 from paceline.data.script_call import ScriptCall
 from paceline.errors import LossError
 from paceline.evaluations import EvaluationKey, EvaluationResult
-from paceline.loop.returned_loss import read_number
+from paceline.loop.engine import Batch, Chapter
+from paceline.loop.returned_loss import LOSS, read_number
 from paceline.loss_value import MeanPart, words
 
 Metric = Callable[[nn.Module, Any], Any]
@@ -80,3 +82,41 @@ class Evaluation:
 def _other_kind(name: Any, *, counted: bool) -> LossError:
     field = "metric" if name is None else f"metric {name}"
     return LossError(field, words(counted=counted), f"it was {words(counted=not counted)} before, return the same kind")
+
+
+class _InHand(Evaluation):
+    """Sums a loss over a batch of which each replica has its own part. A mean over samples is one over their count: a
+    replica that has none cannot know which of both it is."""
+
+    def __init__(self, loss: Metric, model: nn.Module, batch: Batch, script_call: ScriptCall) -> None:
+        self._ranges = batch.work.ranges
+        super().__init__(loss, model, lambda part: batch.micro_batches[part.start], script_call, 1)
+
+    def over(self, samples: range) -> torch.Tensor:
+        """Returns the sum over this replica's own samples, whichever it was asked for, and the count."""
+        self._names, self._counted = [None], [True]
+        total = MeanPart(0.0, 0.0)
+        for number, part in enumerate(self._ranges):
+            if part:
+                value, count = read_number("loss", self._metric(self._model, self._load(range(number, number + 1))))
+                total += MeanPart(value * len(part), len(part)) if count is None else MeanPart(value, count)
+        return torch.tensor([total.total, total.count], dtype=torch.float64)
+
+
+def evaluation_of(loss: Metric, model: nn.Module, batch: Batch, chapter: Chapter, call: ScriptCall) -> Evaluation:
+    """Returns how the loss is computed once more over all samples of a batch, by whoever computes which."""
+    feed, ledger, work = chapter.feed, chapter.ledger, batch.work
+
+    def alone(model: nn.Module, micro_batch: Any) -> Any:
+        returned = loss(model, micro_batch)
+        return returned[LOSS] if isinstance(returned, Mapping) else returned
+
+    if feed.length is None:  # a stream has forgotten them: each replica has its part in hand
+        return _InHand(alone, model, batch, msgspec.structs.replace(call, length=work.whole))
+    start = work.first - work.first % ledger.batch_size  # with servers a replica knows only which part was its own
+    whole = min(ledger.batch_size, feed.length - start)
+
+    def load(part: range) -> Any:
+        return feed.load(ledger, work.epoch, range(start + part.start, start + part.stop))
+
+    return Evaluation(alone, model, load, msgspec.structs.replace(call, length=whole), -(-whole // chapter.accumulate))

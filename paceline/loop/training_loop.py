@@ -33,14 +33,16 @@ from paceline.exchange.board import called
 from paceline.loop import run_state
 from paceline.loop.batch import DrawnBatch, ReplicaBatch
 from paceline.loop.engine import Chapter, Engine, Samples
-from paceline.loop.evaluation import Evaluation
+from paceline.loop.evaluation import Evaluation, evaluation_of
 from paceline.loop.passes import Passes
 from paceline.loop.recorder import open_recorder
 from paceline.loop.run_state import RunState, Schedule
 from paceline.loop.script_position import ScriptPosition
+from paceline.optim.models import evaluating
 from paceline.run_place import INTERRUPTED, Place
 from paceline.split.cut import capture
 from paceline.split.layout.show import tell_dims
+from paceline.verify.precision import AsItIs
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Training:
     clip_norm: float | None
     passes: Passes
     place: Place
+    precision: AsItIs
 
 
 class TrainingLoop:
@@ -64,9 +67,11 @@ class TrainingLoop:
         self._model, self._optimizer = training.model, training.optimizer
         self._passes, self._place = training.passes, training.place
         self._schedule = Schedule(training.optimizer, training.scheduler)
-        self._recorder = open_recorder(self._place.recording, engine)
+        self._precision = training.precision
+        self._recorder = open_recorder(self._place, engine, training.precision, training.optimizer)
         self._position = ScriptPosition()
-        self._samples: Samples | None = None  # of the chapter in hand
+        self._chapter: Chapter | None = None  # in hand
+        self._samples: Samples | None = None  # of that chapter
         self._drawn: DrawnBatch | None = None
         self._call: ScriptCall | None = None  # the last of `batches`
         self._call_of_others: ScriptCall | None = None  # the same, when this process joined them
@@ -94,7 +99,7 @@ class TrainingLoop:
         self._go_on_with_random_numbers()
         ledger, stop_epoch = turned
         position, accumulate = self._position, self._passes.accumulate
-        chapter = Chapter(position.chapter, feed, ledger, stop_epoch, position.steps_before, accumulate)
+        chapter = self._chapter = Chapter(position.chapter, feed, ledger, stop_epoch, position.steps_before, accumulate)
         if feed.length is not None:
             self.engine.expect(chapter.expected_steps)
         samples = self._samples = self.engine.samples(chapter)
@@ -153,8 +158,8 @@ class TrainingLoop:
         return DrawnBatch([ReplicaBatch(work, after, chapter, samples, ahead, self._passes) for work, after in drawn])
 
     def step(self, batch: Any) -> float:
-        drawn, samples = self._drawn, self._samples
-        if drawn is None or samples is None:
+        drawn, samples, chapter = self._drawn, self._samples, self._chapter
+        if drawn is None or samples is None or chapter is None:
             raise PacelineError("trainer.step was given a batch that trainer.batches did not yield just now")
         drawn.take(batch)
         self._prepare(lambda model: self._passes.loss(model, drawn.batches[0].micro_batches[0]))
@@ -162,8 +167,7 @@ class TrainingLoop:
         samples.commit(closed)
         self._drawn, self.logged = None, dict(closed.logged)
         self._schedule.catch_up(self.steps)
-        if self._recorder is not None:
-            self._recorder.step_closed(closed.loss)
+        self._recorder.step_closed(closed.loss, lambda: self._loss_in_eval_mode(drawn, chapter))
         if closed.stop:
             self._stop()
         return closed.loss
@@ -184,6 +188,19 @@ class TrainingLoop:
     # ── evaluation ───────────────────────────────────────────────────────────────────────────────────────
 
     def evaluate(self, evaluation: Evaluation) -> Any:
+        value = self._evaluate(evaluation)
+        self._recorder.evaluated(value)
+        return value
+
+    def _loss_in_eval_mode(self, drawn: DrawnBatch, chapter: Chapter) -> float:
+        """Returns the mean loss over a batch that was trained on, computed as `evaluate` computes a metric."""
+        call = self.describe_call("evaluate", chapter.feed)
+        self.engine.rest()
+        with evaluating(self._model), torch.no_grad():
+            value = self._evaluate(evaluation_of(self._passes.loss, self._model, drawn.batches[0], chapter, call))
+        return float(value)
+
+    def _evaluate(self, evaluation: Evaluation) -> Any:
         self._join_if_restarted()
         key = self._position.next_evaluation(in_step=self.engine.in_step)
         result = self._position.recorded(key)
@@ -200,8 +217,12 @@ class TrainingLoop:
     def predict(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the model's answer; all devices of a cut model ask together."""
         self._join_if_restarted()
+        args, kwargs = self._precision.convert((args, kwargs))
         self._prepare(lambda model: model(*args, **kwargs))
-        return self._model(*args, **kwargs)
+        with self._precision.watching():
+            answer = self._model(*args, **kwargs)
+        self._recorder.predicted(answer)
+        return answer
 
     # ── saving and resuming ──────────────────────────────────────────────────────────────────────────────
 
@@ -229,7 +250,8 @@ class TrainingLoop:
         saved = checkpoint.read(path, fall_back=fall_back)
         state = run_state.read_state(saved)
         with run_state.named(saved.path):
-            self.engine.take_state(saved.model, run_state.unflatten(saved.training, state.numbers), state)
+            model, training = self._precision.state(saved.model), self._precision.state(saved.training)
+            self.engine.take_state(model, run_state.unflatten(training, state.numbers), state)
             self._take(state)
         self._resumed = (state, saved.training)
         return True

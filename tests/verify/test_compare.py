@@ -8,13 +8,24 @@ from safetensors.torch import save_file
 
 from paceline.errors import PacelineError
 from paceline.verify.compare import compare
+from paceline.verify.precision import largest_gain
+from paceline.verify.recorded import answer_file, step_file
 
 
-def recording(folder: Path, *steps: dict[str, torch.Tensor]) -> Path:
+def recording(folder: Path, *steps: dict[str, torch.Tensor], **notes: str) -> Path:
     folder.mkdir()
     for number, tensors in enumerate(steps):
-        save_file(tensors, folder / f"step-{number:04d}.safetensors")
+        save_file(tensors, folder / step_file(number), notes)
     return folder
+
+
+def wide(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.double() for name, tensor in tensors.items()}
+
+
+def answer(folder: Path, steps: int, number: int, narrow: str = "", **values: float) -> None:
+    tensors = {f"evaluation/{name}": torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+    save_file(tensors, folder / answer_file(steps, number), {"narrow": narrow})
 
 
 def step(loss: float = 1.0, gradient: float = 0.5, weight: float = 2.0, state: float = 0.1) -> dict[str, torch.Tensor]:
@@ -80,3 +91,85 @@ def test_a_run_that_ends_early_differs_and_one_that_recorded_nothing_is_an_error
     assert "was not reached" in str(verdict.first)
     with pytest.raises(PacelineError, match=r"must call trainer\.step"):
         compare(recording(tmp_path / "c"), two)
+
+
+# ── in float64 ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_in_float64_a_millionth_is_a_mistake_and_nothing_is_left_out(tmp_path: Path) -> None:
+    a, b = wide(step(gradient=3e-8)), wide(step(gradient=-1e-8, weight=2.002))
+    folders = recording(tmp_path / "a", a), recording(tmp_path / "b", b)
+    verdict = compare(*folders, dtype="float64")
+    assert verdict.first is not None
+    assert verdict.first.tensor == "gradient/w"
+    assert (verdict.left_out, verdict.tolerance) == (0, 1e-12)
+    assert compare(*folders).equal  # as rounding of float32 it would be
+
+
+def test_what_the_script_narrows_itself_is_judged_as_rounding_of_that_type_and_told(tmp_path: Path) -> None:
+    a, off = wide(step()), wide(step(weight=2 + 1e-6))
+    strict, loose, wrong = (
+        compare(recording(tmp_path / f"a{n}", a, narrow=narrow), recording(tmp_path / f"b{n}", b), dtype="float64")
+        for n, (narrow, b) in enumerate([("", off), ("float32", off), ("float32", wide(step(weight=2.01)))])
+    )
+    assert not strict.equal
+    assert loose.equal
+    assert (loose.narrow, loose.tolerance) == ("float32", 1e-4)
+    assert not wrong.equal
+    same = compare(recording(tmp_path / "c", a, narrow="float32"), recording(tmp_path / "d", a), dtype="float64")
+    assert (same.equal, same.narrow, same.tolerance) == (True, "", 1e-12)
+
+
+def test_a_metric_in_float32_makes_only_itself_imprecise(tmp_path: Path) -> None:
+    a, b = (recording(tmp_path / name, wide(step()), wide(step())) for name in "ab")
+    answer(a, 1, 0, "float32", accuracy=0.5)
+    answer(b, 1, 0, accuracy=0.5 + 1e-8)
+    verdict = compare(a, b, dtype="float64")
+    assert (verdict.equal, verdict.narrow, verdict.answers["evaluation"]) == (True, "float32", 1)
+    save_file(wide(step(loss=1 + 1e-8)), b / step_file(1))
+    assert compare(a, b, dtype="float64").first is not None
+
+
+def test_a_given_tolerance_holds_for_everything(tmp_path: Path) -> None:
+    a, b = recording(tmp_path / "a", wide(step()), narrow="float32"), recording(tmp_path / "b", wide(step(loss=1.0001)))
+    assert not compare(a, b, 1e-6, dtype="float64").equal
+    assert compare(a, b, 1e-3, dtype="float64").equal
+
+
+def test_a_parameter_may_be_off_by_what_adam_makes_of_the_rounding_of_its_gradient_and_no_more(tmp_path: Path) -> None:
+    """A gradient that is zero in exact arithmetic has no digits: 3e-17 and -1e-17 are the same."""
+    gain = str(largest_gain([{"lr": 0.01, "eps": 1e-8}]))
+    a = recording(tmp_path / "a", wide(step(gradient=3e-17)), gain=gain)
+    fine, wrong = (
+        recording(
+            tmp_path / str(off),
+            wide(step(gradient=-1e-17)) | {"model/w": torch.tensor([2 + off, 3.0], dtype=torch.float64)},
+        )
+        for off in (5e-11, 2e-10)
+    )
+    assert compare(a, fine, dtype="float64").equal
+    verdict = compare(a, wrong, dtype="float64")
+    assert verdict.first is not None
+    assert verdict.first.tensor == "model/w"
+
+
+# ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_answers_are_compared_between_the_steps_and_named_by_them(tmp_path: Path) -> None:
+    a, b = (recording(tmp_path / name, step(), step()) for name in "ab")
+    answer(a, 0, 0, loss=2.0)
+    answer(b, 0, 0, loss=2.0)
+    answer(a, 1, 1, loss=1.0)
+    answer(b, 1, 1, loss=1.1)
+    save_file(step(loss=5.0), b / step_file(1))
+    verdict = compare(a, b)
+    assert str(verdict.first) == "after step 0: evaluation/loss differs by 0.1 (0.1 of its scale)"
+    assert (verdict.steps, verdict.answers) == (1, {"evaluation": 2, "prediction": 0})
+
+
+@pytest.mark.parametrize(("asked", "where"), [("a", "the other run"), ("b", "one process")])
+def test_an_answer_that_only_one_run_has_is_a_difference(tmp_path: Path, asked: str, where: str) -> None:
+    a, b = (recording(tmp_path / name, step()) for name in "ab")
+    answer(tmp_path / asked, 0, 0, loss=2.0)
+    assert str(compare(a, b).first) == f"before the first step: evaluation was not asked for in {where}"
