@@ -188,12 +188,12 @@ class Workers:
         how = "closed its socket" if code is None else f"ended with exit code {code}"
         if code is not None:
             self._processes.pop(worker)
+        why = " (that is what happens where memory runs out)" if code == -signal.SIGKILL else ""
         if code is not None and code < 0:
             how = f"was killed by signal {-code} ({signal.Signals(-code).name})"
-            how += ", as it is where memory runs out" if -code == signal.SIGKILL else ""
         return PacelineError(
             f"worker {worker} of the {self.count} of the dataset {how} while it loaded samples "
-            f"{_words(request.indices)}"
+            f"{_words(request.indices)}{why}"
         )
 
     # ── in a worker ──────────────────────────────────────────────────────────────────────────────────────────

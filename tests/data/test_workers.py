@@ -135,8 +135,8 @@ def test_a_worker_that_is_killed_is_told_at_once_in_a_sentence() -> None:
         with pytest.raises(PacelineError) as caught:
             feed.load(Ledger(40, 10, shuffle=False), 0, range(20, 21))
         assert str(caught.value) == (
-            "worker 0 of the 2 of the dataset was killed by signal 9 (SIGKILL), as it is where memory runs out while "
-            "it loaded samples 20"
+            "worker 0 of the 2 of the dataset was killed by signal 9 (SIGKILL) while it loaded samples 20 (that is "
+            "what happens where memory runs out)"
         )
         with pytest.raises(PacelineError, match="have ended"):
             feed.load(Ledger(40, 10), 0, range(5))
