@@ -15,16 +15,18 @@ from script_cases import CASES
 # With servers replicas need not take part in the same steps: here they have samples in each.
 STRATEGIES = {"--replicas 2": 13, "--replicas 2 --servers 2": 14, "--replicas 2 --servers 2 --exchange tcp": 14}
 Runs = Callable[[str | None, int], Run]
+pytestmark = pytest.mark.timeout(300)  # the first test of a strategy waits for all of its cases
 
 
 @pytest.fixture(scope="module")
 def run_of(start: Start) -> Runs:
-    wanted = [(None, 13), (None, 14), *STRATEGIES.items()]
-    runs = {asked: start(TESTS / "script_cases.py", asked[0], str(asked[1])) for asked in wanted}
+    """One after another: each is many processes."""
+    runs: dict[tuple[str | None, int], Run] = {}
 
     def run_of(flags: str | None, samples: int) -> Run:
-        run = runs[flags, samples]
-        return run if hasattr(run, "code") else run.fine(timeout_s=110)
+        if (flags, samples) not in runs:
+            runs[flags, samples] = start(TESTS / "script_cases.py", flags, str(samples)).fine(timeout_s=120)
+        return runs[flags, samples]
 
     return run_of
 
