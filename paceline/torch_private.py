@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
     from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+    from torch.utils.data._utils.collate import collate as collate_by
+    from torch.utils.data._utils.collate import default_collate_fn_map as collate_functions
 
     empty_tensor = torch.Tensor._make_wrapper_subclass
     pack_matrix = torch.ops.mkldnn._reorder_linear_weight
@@ -47,6 +49,8 @@ __all__ = [
     "PlainTensors",
     "TreeSpec",
     "backward_will_run",
+    "collate_by",
+    "collate_functions",
     "empty_tensor",
     "inside_torch_func",
     "keep_compiler_out",
@@ -74,6 +78,9 @@ _WHERE = {
     "tree_unflatten": (_TREES, "tree_unflatten"),
     # Sees every operator that runs inside of it: how `paceline verify` finds what a script computes in float32 itself.
     "DispatchMode": ("torch.utils._python_dispatch", "TorchDispatchMode"),
+    # How samples become a batch, by class: torch's guide extends its own table, for the whole process.
+    "collate_by": ("torch.utils.data._utils.collate", "collate"),
+    "collate_functions": ("torch.utils.data._utils.collate", "default_collate_fn_map"),
     # What `torch.no_grad` comes to in a traced graph: a function that is called there by itself.
     "set_grad_mode": ("torch._C", "_set_grad_enabled"),
     # Of tiles: a tensor that has a size and no values, and the context inside of which its class counts for nothing.
@@ -208,6 +215,13 @@ def check_input_dims(module: AnyBatchNorm, x: torch.Tensor) -> None:
 # Where an optimizer keeps its hooks around `step`. Owners do not call them, so an optimizer that has some is refused;
 # under another name they would be called for every chunk.
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def be_worker(number: int, count: int, seed: int, dataset: Any) -> None:
+    """Have `torch.utils.data.get_worker_info` say that this process is one of a dataset's workers."""
+    from torch.utils.data._utils import worker
+
+    worker._worker_info = worker.WorkerInfo(id=number, num_workers=count, seed=seed, dataset=dataset)
 
 
 def mark_stepped(optimizer: Optimizer) -> None:

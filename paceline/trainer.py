@@ -19,7 +19,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from paceline.data import Ledger, open_feed
+from paceline.data import Feed, Ledger, open_feed
+from paceline.data.settings import DataSettings
+from paceline.data.settings import settle as settle_data
 from paceline.errors import DataError, PacelineError, StrategyError
 from paceline.loop.engine import ServersControl
 from paceline.loop.evaluation import Evaluation, Metric
@@ -149,52 +151,93 @@ class Trainer:
     def batches(
         self,
         dataset: Any,
-        batch_size: int,
+        batch_size: int | None = None,
         *,
         epochs: int = 1,
         seed: int = 0,
-        shuffle: bool = True,
-        drop_last: bool = False,
+        shuffle: bool | None = None,
+        drop_last: bool | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
+        workers: int | None = None,
         prefetch: int = 2,
     ) -> Iterator[Any]:
         """This replica's part of each batch of `batch_size` samples; one update a batch, every sample once an epoch.
 
-        `dataset`: a tensor, a tuple of tensors, a map-style dataset, or an iterable. The order follows from `seed`
-        and the epoch. Calling this again with the same arguments goes on with the next epochs.
+        `dataset`: a tensor, a tuple or dict of tensors, a map-style dataset, an iterable, or a DataLoader, whose
+        settings then hold where they are not given here. The order follows from `seed` and the epoch; `shuffle` is
+        True and `drop_last` False unless said otherwise. Calling this again with the same arguments goes on with the
+        next epochs.
+
+        `workers` processes load the samples of a map-style dataset. What it draws at random there follows from
+        (seed, epoch, sample), so that results do not depend on the number of workers or replicas.
 
         With `--in-graph` this process is several replicas: a batch is then a list of theirs, and `step` takes the
         list (one that has been changed must be as long).
         """
-        if isinstance(batch_size, int) and batch_size < self.replicas and self._place.servers is None:
+        asked = settle_data(DataSettings(dataset, batch_size, shuffle, drop_last, collate, workers))
+        if asked.batch_size is None:
+            raise DataError("batch_size", None, "give the number of samples of an update, or a DataLoader that has one")
+        if isinstance(asked.batch_size, int) and asked.batch_size < self.replicas and self._place.servers is None:
             raise DataError(
-                "batch_size", batch_size, f"give at least one sample for each of the {self.replicas} replicas"
+                "batch_size", asked.batch_size, f"give at least one sample for each of the {self.replicas} replicas"
             )
         if epochs < 0:
             raise DataError("epochs", epochs, "give a whole number from 0 up")
-        feed = open_feed(dataset, collate, self._precision.convert)
-        asked = Ledger(feed.length, batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last)
-        yield from self._loop.batches(feed, asked, epochs, prefetch)
+        with self._open_feed(asked) as feed:
+            ledger = Ledger(
+                feed.length,
+                asked.batch_size,
+                seed=seed,
+                shuffle=asked.shuffle is not False,
+                drop_last=bool(asked.drop_last),
+            )
+            yield from self._loop.batches(feed, ledger, epochs, prefetch)
+
+    def _open_feed(self, asked: DataSettings) -> Feed:
+        # Workers are not part of what was measured out for replicas: they go wherever the supervisor may.
+        pinned = self._place.started_by == "paceline run" and self._place.run_folder is not None
+        cores = os.sched_getaffinity(os.getppid()) if pinned and asked.workers else ()
+        return open_feed(
+            asked.dataset,
+            asked.collate,
+            asked.workers or 0,
+            begin_worker=asked.begin_worker,
+            cores=cores,
+            convert=self._precision.convert,
+        )
 
     def step(self, batch: Any) -> float:
         """Train on a batch that `batches` yielded. Returns the mean loss over the whole batch."""
         return self._loop.step(batch)
 
-    def evaluate(self, dataset: Any, metric: Metric, *, batch_size: int = 256, collate: Any = None) -> Any:
+    def evaluate(
+        self,
+        dataset: Any,
+        metric: Metric,
+        *,
+        batch_size: int | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        workers: int | None = None,
+    ) -> Any:
         """The mean of `metric(model, batch)` over all samples: a number, or a dict of numbers. A mean over anything
         else is returned by the metric as `(sum, count)`.
 
-        The model is in eval mode and the samples are divided among the replicas.
+        The model is in eval mode and the samples are divided among the replicas, in batches of at most `batch_size`
+        (256, or that of a DataLoader). `workers` processes load them.
         """
-        feed = open_feed(dataset, collate, self._precision.convert)
-        if feed.length is None:
-            raise DataError("dataset", type(dataset).__name__, "evaluate on one that has a length")
-        ledger = Ledger(feed.length, batch_size, shuffle=False)
-        load = lambda part: feed.load(ledger, 0, part)  # noqa: E731
-        call = self._loop.describe_call("evaluate", feed)
-        self._loop.engine.rest()
-        with evaluating(self.model), torch.no_grad():
-            return self._loop.evaluate(Evaluation(self._precision.of(metric), self.model, load, call, batch_size))
+        asked = settle_data(DataSettings(dataset, batch_size, collate=collate, workers=workers))
+        if asked.drop_last:
+            raise DataError("drop_last of the DataLoader", True, "evaluate counts every sample, leave it out")
+        at_once = 256 if asked.batch_size is None else asked.batch_size
+        with self._open_feed(asked) as feed:
+            if feed.length is None:
+                raise DataError("dataset", type(asked.dataset).__name__, "evaluate on one that has a length")
+            ledger = Ledger(feed.length, at_once, shuffle=False)
+            load = lambda part: feed.load(ledger, 0, part)  # noqa: E731
+            call = self._loop.describe_call("evaluate", feed)
+            self._loop.engine.rest()
+            with evaluating(self.model), torch.no_grad():
+                return self._loop.evaluate(Evaluation(self._precision.of(metric), self.model, load, call, at_once))
 
     def predictor(self) -> Callable[..., Any]:
         """Answers single requests as the model stands: `predictor(*args)` is `model(*args)` in eval mode, without

@@ -4,16 +4,17 @@ A ledger speaks of positions in an epoch; a feed turns positions into a collated
 because there are three kinds of datasets:
 
     tensors      the rows are picked by one `index_select` a tensor, without a line of Python per sample
-    map-style    `dataset[i]` for each index (or `dataset.__getitems__`), then collated
+    map-style    `dataset[i]` for each index (or `dataset.__getitems__`), then collated; by worker processes if asked
     a stream     only `iter(dataset)`: every replica reads all of it and keeps what an uncommitted update may need
 
 A stream cannot be asked for a sample again, but an update may have to be: when a replica dies, the survivors load
 its part of the same lease. So samples stay buffered until the ledger has committed them. Every replica must see
 the same stream: one that draws random numbers has to seed them itself.
 
-`Ahead` loads the coming batches in a thread while the model computes. A thread is enough, since most of reading,
+`Ahead` loads the coming batches in a thread while the model computes. A thread is often enough, since most of reading,
 picking and collating runs outside the interpreter's lock, and it costs no copy between processes. But it shares
-the process's random numbers with the model: a dataset that augments at random should seed that by the index.
+the process's random numbers with the model: a dataset that augments at random should seed that by the index, or be
+loaded by workers (`workers.py`), which do.
 """
 
 from __future__ import annotations
@@ -22,19 +23,21 @@ import atexit
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from paceline.data.batch_values import map_tensors, tensors_in
+from paceline.data.collate import Collate, collate_samples
 from paceline.data.ledger import Ledger
 from paceline.data.script_call import describe
+from paceline.data.workers import LONGEST_END_S, Workers, many_samples, note
 from paceline.errors import DataError, PacelineError
 
-Collate = Callable[[list[Any]], Any]
 Convert = Callable[[Any], Any]
 
 
@@ -47,6 +50,13 @@ class Feed(ABC):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.convert: Convert | None = None  # what a batch becomes before anybody sees it
+
+    def __enter__(self) -> Feed:
+        """Starts what helps it to load."""
+        return self
+
+    def __exit__(self, *_: object) -> None:  # noqa: B027
+        """Ends that."""
 
     def load(self, ledger: Ledger, epoch: int, positions: range) -> Any:
         """The collated batch of these positions, or None if there are none."""
@@ -66,36 +76,67 @@ class Feed(ABC):
 
 
 class TensorFeed(Feed):
-    """Rows of one tensor, or of several tensors as a tuple."""
+    """Rows of a tensor, or of all tensors in a tuple, a mapping or a dataclass: a batch is of the same class."""
 
-    def __init__(self, tensors: Sequence[Tensor], *, single: bool) -> None:
+    def __init__(self, tensors: Any) -> None:
         super().__init__()
-        shape = tuple(tensors[0].shape)
-        for tensor in tensors:
-            if tensor.dim() == 0 or tensor.shape[0] != shape[0]:
-                raise DataError(
-                    "shape of a tensor in the dataset",
-                    tuple(tensor.shape),
-                    f"give tensors of one first dimension, the number of samples (the first one has {shape})",
-                )
-        self.length = shape[0]
-        self._tensors, self._single = tuple(tensors), single
+        self.length = rows_of(tensors)
+        self._tensors = tensors
 
     def _load(self, ledger: Ledger, epoch: int, positions: range) -> Any:
         indices = ledger.indices(epoch, positions)
         # Always a copy, even of neighbouring rows: a model may work in place on its input.
-        rows = tuple(tensor.index_select(0, indices.to(tensor.device)) for tensor in self._tensors)
-        return rows[0] if self._single else rows
+        return map_tensors(lambda tensor: tensor.index_select(0, indices.to(tensor.device)), self._tensors)
+
+
+def rows_of(tensors: Any) -> int:
+    """How many samples there are: rows, of which all of the tensors have as many."""
+    shapes = [tuple(tensor.shape) for tensor in tensors_in(tensors) if tensor is not None]
+    for shape in shapes:
+        if not shape or shape[0] != shapes[0][0]:
+            raise DataError(
+                "shape of a tensor in the dataset",
+                shape,
+                f"give tensors of one first dimension, the number of samples (the first one has {shapes[0]})",
+            )
+    return int(shapes[0][0])
+
+
+class _Rows:
+    """The rows of tensors as a map-style dataset, for a `collate` of the user's own."""
+
+    def __init__(self, tensors: Any) -> None:
+        self._tensors, self._length = tensors, rows_of(tensors)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        return map_tensors(lambda tensor: tensor[index], self._tensors)
 
 
 class MapFeed(Feed):
     """Samples of a dataset with `len(dataset)` and `dataset[index]`."""
 
-    def __init__(self, dataset: Any, collate: Collate) -> None:
+    def __init__(self, dataset: Any, collate: Collate | None, workers: Workers | None = None) -> None:
         super().__init__()
         self.length = len(dataset)
-        self._dataset, self._collate = dataset, collate
+        self._dataset, self._collate, self._workers = dataset, collate or collate_samples, workers
         self._get_many = getattr(dataset, "__getitems__", None)
+
+    def __enter__(self) -> Feed:
+        if self._workers is not None:
+            self._workers.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._workers is not None:
+            # A sample that nobody waits for any more, and that takes its time, must not hold up the end.
+            if not self._lock.acquire(timeout=LONGEST_END_S):
+                self._workers.kill()
+                self._lock.acquire()
+            self._workers.__exit__()
+            self._lock.release()
 
     def _load(self, ledger: Ledger, epoch: int, positions: range) -> Any:
         if len(self._dataset) != self.length:
@@ -105,16 +146,19 @@ class MapFeed(Feed):
                 f"it was {self.length} when training began, and must not change while it lasts",
             )
         indices = ledger.indices(epoch, positions).tolist()
-        if self._get_many is None:
-            return self._collate([self._dataset[index] for index in indices])
-        samples = self._get_many(indices)
-        if len(samples) != len(indices):
-            raise DataError(
-                "number of samples from the dataset's __getitems__",
-                len(samples),
-                f"return one for each of the {len(indices)} indices",
-            )
-        return self._collate(samples)
+        if self._workers is not None:
+            found = self._workers.load(ledger.seed, epoch, indices)
+            return found if self._workers.collates else self._collate(found)
+        if self._get_many is not None:
+            return self._collate(many_samples(self._get_many, indices))
+        return self._collate([self._sample(index) for index in indices])
+
+    def _sample(self, index: int) -> Any:
+        try:
+            return self._dataset[index]
+        except Exception as error:
+            note(error, f"sample {index}")
+            raise
 
 
 class StreamFeed(Feed):
@@ -211,43 +255,67 @@ class _Reading:
         return not self._ended
 
 
-def open_feed(dataset: Any, collate: Collate | None = None, convert: Convert | None = None) -> Feed:
+def open_feed(
+    dataset: Any,
+    collate: Collate | None = None,
+    workers: int = 0,
+    *,
+    begin_worker: Callable[[int], None] | None = None,
+    cores: Collection[int] = (),
+    convert: Convert | None = None,
+) -> Feed:
     """The feed for a dataset: tensors, map-style or a stream. `collate` makes a batch of a list of samples, and
-    `convert` another of it."""
-    feed = _feed_of(dataset, collate)
+    `convert` another of it; `workers` processes load them, see `Workers`."""
+    feed = _feed_of(dataset, collate, Workers(dataset, collate, workers, begin=begin_worker, cores=cores))
     feed.convert = convert
     feed.description = describe(dataset)
     return feed
 
 
-def _feed_of(dataset: Any, collate: Collate | None) -> Feed:
+def _feed_of(dataset: Any, collate: Collate | None, workers: Workers) -> Feed:
     kind = type(dataset).__name__
-    if isinstance(dataset, DataLoader):
-        raise DataError("dataset", kind, "give the dataset inside it, Paceline makes the batches itself")
-    if isinstance(dataset, (Mapping, str, bytes)):
-        raise DataError("dataset", kind, "give tensors, a dataset with len() and [index], or an iterable")
-    if isinstance(dataset, Tensor):
-        rows = TensorFeed([dataset], single=True)
-        return rows if collate is None else MapFeed(dataset, collate)
     if isinstance(dataset, TensorDataset) and type(dataset).__getitem__ is TensorDataset.__getitem__:
         dataset = dataset.tensors
-    if isinstance(dataset, (tuple, list)) and any(isinstance(item, (Tensor, np.ndarray)) for item in dataset):
-        if not all(isinstance(item, Tensor) for item in dataset):
-            raise DataError(
-                "dataset",
-                f"{kind} of {', '.join(sorted({type(item).__name__ for item in dataset}))}",
-                "give tensors only, torch.as_tensor makes them",
-            )
-        columns = TensorFeed(dataset, single=False)
-        return columns if collate is None else MapFeed(TensorDataset(*dataset), collate)
+    if _holds_tensors(dataset):
+        if isinstance(dataset, list):
+            dataset = tuple(dataset)
+        return TensorFeed(dataset) if collate is None else MapFeed(_Rows(dataset), collate)
+    if isinstance(dataset, (Mapping, str, bytes, DataLoader)):
+        raise DataError("dataset", kind, "give tensors, a dataset with len() and [index], or an iterable")
     # torch gives every Dataset a __getitem__, streams too: only the class tells those apart.
-    if isinstance(dataset, IterableDataset):
-        return StreamFeed(dataset, collate or default_collate)
-    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
-        return MapFeed(dataset, collate or default_collate)
-    if hasattr(dataset, "__iter__"):
-        return StreamFeed(dataset, collate or default_collate)
+    is_stream = isinstance(dataset, IterableDataset)
+    if not is_stream and hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        return MapFeed(dataset, collate, workers if workers.count else None)
+    if is_stream or hasattr(dataset, "__iter__"):
+        if workers.count:
+            raise DataError(
+                "workers",
+                workers.count,
+                "a stream is read in order, by one; give 0, or a dataset with len() and [index]",
+            )
+        return StreamFeed(dataset, collate or collate_samples)
     raise DataError("dataset", kind, "give tensors, a dataset with len() and [index], or an iterable")
+
+
+def _holds_tensors(dataset: Any) -> bool:
+    """Whether a dataset is tensors with a row for each sample, and not a list of samples with tensors in them."""
+    if isinstance(dataset, Tensor):
+        return True
+    if isinstance(dataset, (tuple, list)):
+        items = list(dataset)
+    elif isinstance(dataset, Mapping):
+        items = list(dataset.values())
+    else:
+        items = []
+    if not any(isinstance(item, (Tensor, np.ndarray)) for item in items):
+        return False
+    if not all(isinstance(item, Tensor) for item in items):
+        raise DataError(
+            "dataset",
+            f"{type(dataset).__name__} of {', '.join(sorted({type(item).__name__ for item in items}))}",
+            "give tensors only, torch.as_tensor makes them",
+        )
+    return True
 
 
 Request = tuple[int, tuple[range, ...]]  # epoch, and the positions of each micro-batch

@@ -8,6 +8,7 @@ between mirrored replicas by their engine, with servers by the chief, between th
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -77,6 +78,8 @@ def _described(dataset: Any) -> str:
         dataset = (dataset,)
     elif isinstance(dataset, TensorDataset):
         dataset = dataset.tensors
+    elif isinstance(dataset, Mapping):
+        dataset = tuple(dataset.values())
     if isinstance(dataset, (tuple, list)) and dataset and all(isinstance(item, Tensor) for item in dataset):
         rows = ", ".join(f"{str(item.dtype).removeprefix('torch.')}{list(item.shape[1:])}" for item in dataset)
         return f"{rows} (checksum {_checksum(dataset):08x})"

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
+from paceline.data.batch_values import without_samples
 from paceline.data.feed import Ahead, Request
 from paceline.errors import PacelineError
 from paceline.loop.engine import Chapter, Computed, ReplicaWork, Samples, Worker
 from paceline.loop.passes import Passes
-from paceline.torch_private import tree_map
 
 
 class MicroBatches(list[Any]):
@@ -92,4 +90,4 @@ class DrawnBatch:
 def _empty_batch(chapter: Chapter, work: ReplicaWork) -> Any:
     """The same kind of batch with no samples: for a replica that has none in a last, small batch."""
     one = chapter.feed.load(chapter.ledger, work.epoch, range(work.first, work.first + 1))
-    return tree_map(lambda leaf: leaf[:0] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf, one)
+    return without_samples(one)

@@ -20,10 +20,10 @@ import torch
 from safetensors.torch import save_file
 from torch.optim import Optimizer
 
+from paceline.data.batch_values import leaves_in
 from paceline.loop.engine import Engine
 from paceline.loop.run_state import flatten
 from paceline.run_place import Place, Recording
-from paceline.torch_private import tree_leaves
 from paceline.verify.precision import AsItIs, largest_gain
 from paceline.verify.recorded import NOT_ASKED, answer_file, asked_file, step_file
 
@@ -80,7 +80,7 @@ class Recorder(NoRecorder):
         self._answered("evaluation", value if isinstance(value, dict) else {"": value})
 
     def predicted(self, answer: Any) -> None:
-        self._answered("prediction", dict(enumerate(tree_leaves(answer))))
+        self._answered("prediction", dict(enumerate(leaves_in(answer))))
 
     def _answered(self, kind: str, values: Mapping[Any, Any]) -> None:
         if self._engine.in_charge:

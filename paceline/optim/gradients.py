@@ -5,6 +5,11 @@ still in the cache, and gives its memory back. A buffer always holds a valid con
 there in an earlier step is zeroed when a step does not use that parameter.
 
 Of a linear layer the gradient need not even be copied: it is a product, computed where it goes (linear_gradients.py).
+
+Whoever sends gradients while backward still runs is told of each when it has landed. Backward adds to a parameter
+once, with the sum of all its uses; but a backward inside of it, as reentrant checkpointing makes one for each segment,
+adds by itself. Whether a parameter gets several summands is seen in the first step that uses it, in which it is not
+said to have landed.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from typing import Protocol
 
 import torch
 
+from paceline.errors import ModelError
 from paceline.optim import linear_gradients
 
 
@@ -85,6 +91,9 @@ class GradientCollector:
         self._seen = [False] * len(parameters)
         self._dirty = [not fresh] * len(parameters)  # what a process before this one has left there
         self._landed = landed
+        self._in_pass = [False] * len(parameters)  # has had a gradient in this pass
+        self._known = [False] * len(parameters)  # has been used in a step
+        self._several = [False] * len(parameters)  # has had more than one in a pass
         self._last_pass = True
         self._collecting = False
         self._handles = [
@@ -128,6 +137,7 @@ class GradientCollector:
         for parameter in self._parameters:
             parameter.grad = None
         self._seen = [False] * len(self._parameters)
+        self._in_pass = [False] * len(self._parameters)
         self._collecting = True
         if self._written_in_place:
             linear_gradients.begin(self)
@@ -150,6 +160,7 @@ class GradientCollector:
     def last_pass(self, is_last: bool) -> None:
         """Whether the coming backward is the step's last one: then what lands is complete."""
         self._last_pass = is_last
+        self._in_pass = [False] * len(self._parameters)
 
     def _collect(self, slot: int, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
@@ -160,12 +171,27 @@ class GradientCollector:
             self._destinations[slot].put(gradient)
         parameter.grad = None
         self._seen[slot] = self._dirty[slot] = True
-        if self._landed is not None and self._last_pass:
-            self._landed(slot)
+        if self._landed is not None:
+            self._tell_landed(slot, self._landed)
+
+    def _tell_landed(self, slot: int, landed: Callable[[int], None]) -> None:
+        again, self._in_pass[slot] = self._in_pass[slot], True
+        may_tell = self._known[slot] and not self._several[slot] and self._last_pass
+        self._several[slot] |= again
+        if may_tell and again:
+            raise ModelError(
+                "model",
+                "one that adds to the gradient of a parameter twice in a pass",
+                "that was added once in the steps before, and is sent while backward runs; use "
+                "checkpoint(use_reentrant=False), and no backward inside of the loss",
+            )
+        if may_tell:
+            landed(slot)
 
     def finish(self) -> list[bool]:
         """The step's backward is over: settle the parameters it did not use. Returns which ones it did."""
         self.stop()
+        self._known = [known or seen for known, seen in zip(self._known, self._seen, strict=True)]
         for slot, parameter in enumerate(self._parameters):
             if parameter.grad is not None:  # was frozen when training began, and has no hook
                 self._collect(slot, parameter)

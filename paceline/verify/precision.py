@@ -19,8 +19,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from paceline.data.batch_values import map_tensors
 from paceline.errors import ModelError
-from paceline.torch_private import DispatchMode, tree_leaves, tree_map
+from paceline.torch_private import DispatchMode, tree_leaves
 
 if TYPE_CHECKING:
     from paceline.run_place import Recording
@@ -40,9 +41,9 @@ class AsItIs:
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> None:
         """To be called before anything is done with them."""
 
-    def convert(self, tree: Any) -> Any:
-        """Returns the same tuples, lists and dicts of tensors, as they are computed with."""
-        return tree
+    def convert(self, batch: Any) -> Any:
+        """Returns the same kind of value, with its tensors as they are computed with."""
+        return batch
 
     def state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Returns a model's or an optimizer's state, by name, as it is computed with."""
@@ -82,8 +83,8 @@ class InFloat64(AsItIs):
         for held in optimizer.state.values():
             held.update(self.state(held))
 
-    def convert(self, tree: Any) -> Any:
-        return tree_map(lambda leaf: widened(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+    def convert(self, batch: Any) -> Any:
+        return map_tensors(widened, batch)
 
     def state(self, state: dict[str, Any]) -> dict[str, Any]:
         # A count of steps has no dims and no digits to gain; fused optimizers want it in float32.

@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from paceline.data import Ahead, Feed, Ledger, open_feed
 from paceline.errors import DataError, PacelineError
@@ -290,11 +290,11 @@ def test_a_failure_inside_a_stream_never_passes_for_its_end() -> None:
             "dataset is 'tuple of Tensor, ndarray': give tensors only, torch.as_tensor makes them",
         ),
         (
-            DataLoader(Squares(4)),
-            "dataset is 'DataLoader': give the dataset inside it, Paceline makes the batches itself",
+            {"x": torch.zeros(3), "scale": 0.5},
+            "dataset is 'dict of Tensor, float': give tensors only, torch.as_tensor makes them",
         ),
         (
-            {"x": torch.zeros(3)},
+            {"x": [1, 2, 3]},
             "dataset is 'dict': give tensors, a dataset with len() and [index], or an iterable",
         ),
         ("images/", "dataset is 'str': give tensors, a dataset with len() and [index], or an iterable"),
