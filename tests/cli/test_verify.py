@@ -143,8 +143,27 @@ def test_all_devices_and_servers_are_asked_together_for_the_loss_in_eval_mode(ve
     assert "over 3 steps, with the loss in eval mode; the largest difference is rounding" in run.out
 
 
-def test_a_stream_is_asked_for_the_batch_in_hand(verify: Verify) -> None:
-    streamed = script(before="rows = list(zip(x, y)); stream = (row for row in rows)").replace("(x, y), 8", "stream, 8")
+# A mean over some of the samples, with another number to log.
+COUNTED = """{
+        "loss": (F.cross_entropy(model(batch[0]), batch[1], weight=WEIGHT, reduction="sum"), (batch[1] > 1).sum()),
+        "seen": len(batch[1]),
+    }
+
+
+WEIGHT = torch.tensor([0.0, 0.0, 1.0, 1.0])"""
+
+
+@pytest.mark.parametrize("flags", ["--replicas 2", "--stages 2"])
+def test_of_a_loss_that_counts_the_mean_in_eval_mode_is_compared(verify: Verify, flags: str) -> None:
+    run = verify(script(loss=COUNTED), f"{flags} --steps 2")
+    assert run.code == 0, run.out + run.err
+    assert "with the loss in eval mode" in run.out
+
+
+@pytest.mark.parametrize("loss", [PLAIN["loss"], COUNTED], ids=["scalar", "counted"])
+def test_a_stream_is_asked_for_the_batch_in_hand(verify: Verify, loss: str) -> None:
+    streamed = script(before="rows = list(zip(x, y)); stream = (row for row in rows)", loss=loss)
+    streamed = streamed.replace("(x, y), 8", "stream, 8")
     run = verify(streamed.replace("epochs=2", "epochs=1"), "--replicas 2 --steps 2")
     assert run.code == 0, run.out + run.err
     assert "with the loss in eval mode" in run.out
