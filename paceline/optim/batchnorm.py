@@ -20,7 +20,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from paceline.torch_private import AnyBatchNorm, check_input_dims, keep_compiler_out
 
@@ -59,6 +61,8 @@ def make_exact(model: nn.Module, statistics: Statistics) -> Callable[[], None]:
 
 def _exact_kind(kind: type[AnyBatchNorm]) -> type[AnyBatchNorm]:
     """`kind` with another forward: same name, same parameters, same state_dict."""
+    if kind.forward is not AnyBatchNorm.forward:
+        return _exact_kind_of_own(kind)
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         total = self._statistics.sum
@@ -75,22 +79,90 @@ def _exact_kind(kind: type[AnyBatchNorm]) -> type[AnyBatchNorm]:
 
 def _exact_forward(module: AnyBatchNorm, x: torch.Tensor, total: Sum) -> torch.Tensor:
     check_input_dims(module, x)
-    normalized, mean, variance, count = ExactBatchNorm.apply(  # type: ignore[no-untyped-call]
-        x, module.weight, module.bias, module.eps, total
-    )
+    momentum = module.momentum
     if module.track_running_stats:
         assert module.num_batches_tracked is not None
-        assert module.running_mean is not None
-        assert module.running_var is not None
         module.num_batches_tracked.add_(1)
-        momentum = module.momentum if module.momentum is not None else 1 / float(module.num_batches_tracked)
-        module.running_mean.lerp_(mean.to(module.running_mean.dtype), momentum)
-        unbiased = variance * (count / (count - 1))
-        module.running_var.lerp_(unbiased.to(module.running_var.dtype), momentum)
+        momentum = momentum if momentum is not None else 1 / float(module.num_batches_tracked)
+    return exact_batch_norm(
+        x, module.weight, module.bias, module.running_mean, module.running_var, momentum or 0.0, module.eps, total
+    )
+
+
+def exact_batch_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    momentum: float,
+    eps: float,
+    total: Sum,
+) -> torch.Tensor:
+    """What `F.batch_norm` does in training, with statistics over all parts."""
+    normalized, mean, variance, count = ExactBatchNorm.apply(x, weight, bias, eps, total)  # type: ignore[no-untyped-call]
+    if running_mean is not None and running_var is not None:
+        with torch.no_grad():
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            running_var.lerp_((variance * (count / (count - 1))).to(running_var.dtype), momentum)
     return normalized  # type: ignore[no-any-return]
 
 
 _uncompiled_forward = keep_compiler_out(_exact_forward)
+
+
+# ── a user's own forward ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def _exact_kind_of_own(kind: type[AnyBatchNorm]) -> type[AnyBatchNorm]:
+    """A subclass may do more in its forward, apply its activation say: it runs as it is, and only what it has
+    `F.batch_norm` do is exact."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        total = self._statistics.sum
+        if not self.training or total is None:
+            return kind.forward(self, *args, **kwargs)
+        run = _uncompiled_own_forward if torch.compiler.is_compiling() else _own_forward
+        return run(kind, self, args, kwargs, total)
+
+    return type(kind.__name__, (kind,), {"forward": forward})
+
+
+def _own_forward(kind: type[AnyBatchNorm], module: Any, args: Any, kwargs: Any, total: Sum) -> Any:
+    with _OverAllParts(total):
+        return kind.forward(module, *args, **kwargs)
+
+
+_uncompiled_own_forward = keep_compiler_out(_own_forward)
+
+
+class _OverAllParts(TorchFunctionMode):
+    """Inside, `F.batch_norm` by the statistics of a batch is one by those of all parts."""
+
+    def __init__(self, total: Sum) -> None:
+        super().__init__()
+        self._total = total
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func is F.batch_norm:
+            return self._batch_norm(*args, **given)
+        return func(*args, **given)
+
+    def _batch_norm(
+        self,
+        input: torch.Tensor,
+        running_mean: torch.Tensor | None,
+        running_var: torch.Tensor | None,
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> torch.Tensor:
+        if not training:
+            return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+        return exact_batch_norm(input, weight, bias, running_mean, running_var, momentum, eps, self._total)
 
 
 class ExactBatchNorm(torch.autograd.Function):

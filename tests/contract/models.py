@@ -252,6 +252,21 @@ def masked_pixels() -> Case:
     return Case(model, optimizer, loss, (_numbers(39, 3, 12, 12).double(), _some(39, 12)), 16, clip_norm=0.05)
 
 
+class ActivatedBatchNorm(nn.BatchNorm2d):
+    """Ends with the activation, as timm's BatchNormAct2d does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.silu(super().forward(x), inplace=True)
+
+
+def activated_batchnorm() -> Case:
+    """A BatchNorm whose forward is not torch's."""
+    layers = nn.Conv2d(3, 8, 3, padding=1, bias=False), ActivatedBatchNorm(8), nn.Conv2d(8, 4, 3, padding=1, bias=False)
+    model = nn.Sequential(*layers, ActivatedBatchNorm(4), nn.Flatten(), nn.Linear(4 * 12 * 12, 10)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return Case(model, optimizer, _cross_entropy, (_numbers(39, 3, 12, 12).double(), _labels(39, 10)), 16)
+
+
 def compiled() -> Case:
     """torch.compile wraps the module, and traces forward and backward ahead of time."""
     inner = nn.Sequential(nn.Linear(20, 32, bias=False), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 5))
@@ -273,4 +288,5 @@ MODELS: dict[str, Callable[[], Case]] = {
     "masked_tokens": masked_tokens,
     "masked_frames": masked_frames,
     "masked_pixels": masked_pixels,
+    "activated_batchnorm": activated_batchnorm,
 }

@@ -43,7 +43,7 @@ class Strategy:
 
 
 # With servers replicas do not wait for one another in the middle of a pass: statistics are each one's own.
-BATCHNORM = ("conv_batchnorm", "compiled", "masked_pixels")
+BATCHNORM = ("conv_batchnorm", "compiled", "masked_pixels", "activated_batchnorm")
 OTHERS = tuple(model for model in MODELS if model not in BATCHNORM)
 
 STRATEGIES = {
@@ -73,7 +73,7 @@ STRATEGIES = {
     "2 replicas of 2 stages": Strategy(
         "--stages 2 --micro-batches 3 --replicas 2", 4, models=("mlp", "lstm", "masked_tokens"), in_every_test_run=False
     ),
-    "3 tiles": Strategy("--tiles 3", 3, models=("conv_batchnorm", "masked_pixels")),
+    "3 tiles": Strategy("--tiles 3", 3, models=("conv_batchnorm", "masked_pixels", "activated_batchnorm")),
     "2 replicas of 2 tiles": Strategy(
         "--tiles 2 --replicas 2", 4, models=("conv_batchnorm", "masked_pixels"), in_every_test_run=False
     ),
@@ -112,7 +112,8 @@ EVERY_MODEL = [
 # Under autocast every replica's gradient is a product rounded to the 8 bits of bf16 before they are added up, and one
 # process rounds the sum: equal to about 1/256, whatever the strategy does.
 # In float64 there is next to nothing between them.
-TOLERANCES = {"bf16_autocast": 2e-2, "masked_tokens": 1e-12, "masked_frames": 1e-12, "masked_pixels": 1e-12}
+IN_FLOAT64 = ("masked_tokens", "masked_frames", "masked_pixels", "activated_batchnorm")
+TOLERANCES = {"bf16_autocast": 2e-2, **dict.fromkeys(IN_FLOAT64, 1e-12)}
 
 
 def tolerance_for(model: str) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from paceline.optim.batchnorm import Statistics, make_exact
@@ -62,6 +63,28 @@ def loss_of(y: torch.Tensor, samples: int) -> torch.Tensor:
     return (y.square() * y * weights + y * weights.sin()).sum() / samples
 
 
+class Activated(nn.BatchNorm2d):
+    """Its forward is its own, as that of timm's BatchNormAct2d: it ends with the activation."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.num_batches_tracked is not None
+        assert self.momentum is not None
+        if self.training:
+            self.num_batches_tracked.add_(1)
+        x = F.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, self.training, self.momentum, self.eps
+        )
+        return F.silu(x, inplace=True)
+
+
+class Doubled(nn.BatchNorm1d):
+    """Its forward is torch's own, and more; a part of the values stays as it was."""
+
+    def forward(self, x: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
+        frozen = F.batch_norm(x, *(buffer.clone() for buffer in list(self.buffers())[:2]), eps=self.eps)
+        return super().forward(x) * scale + 0.1 * frozen
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "1d": (lambda: nn.BatchNorm1d(5), (5,)),
     "1d, sequences": (lambda: nn.BatchNorm1d(5), (5, 7)),
@@ -73,6 +96,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "other eps and momentum": (lambda: nn.BatchNorm1d(5, eps=0.1, momentum=0.4), (5,)),
     "fp64": (lambda: nn.BatchNorm2d(5).double(), (5, 4, 3)),
     "fp64, not affine": (lambda: nn.BatchNorm2d(5, affine=False).double(), (5, 4, 3)),
+    "fp64, a forward of its own": (lambda: Activated(5).double(), (5, 4, 3)),
+    "fp64, more than torch's forward": (lambda: Doubled(5, momentum=None).double(), (5,)),
 }
 
 
