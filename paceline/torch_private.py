@@ -17,7 +17,8 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +110,37 @@ def __getattr__(name: str) -> Any:
         raise PacelineError(f"torch {version} has no {module}.{there}: use torch {_words(TESTED)}") from None
     globals()[name] = found  # and is not asked for again
     return found
+
+
+# Of graphs: operators that torch.export leaves in one to check it, and two that a rule knows.
+CHECKS = frozenset({"_assert_tensor_metadata", "_assert_async", "_assert_scalar"})
+COPY, RESHAPE = "_to_copy", "_unsafe_view"
+
+
+def schema_of(operator: Any) -> Any:
+    """What an operator of a graph takes, changes and returns; None for a function that is none of torch's."""
+    return getattr(operator, "_schema", None)
+
+
+@contextmanager
+def masks_unread() -> Iterator[None]:
+    """torch's TransformerEncoder and decoder do not look meanwhile whether a mask is the causal one, which a graph
+    cannot follow; attention gives the same with the mask as it is. Where there is no such look, nothing happens."""
+    from torch.nn.modules import transformer
+
+    look = getattr(transformer, "_detect_is_causal_mask", None)
+    if look is None:
+        yield
+        return
+
+    def unread(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return bool(is_causal)
+
+    transformer._detect_is_causal_mask = unread
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = look
 
 
 # ── the loans ────────────────────────────────────────────────────────────────────────────────────────────────

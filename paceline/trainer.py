@@ -237,7 +237,8 @@ class Trainer:
             call = self._loop.describe_call("evaluate", feed)
             self._loop.engine.rest()
             with evaluating(self.model), torch.no_grad():
-                return self._loop.evaluate(Evaluation(self._precision.of(metric), self.model, load, call, at_once))
+                compute = self._loop.engine.compute
+                return self._loop.evaluate(Evaluation(self._precision.of(metric), compute, load, call, at_once))
 
     def predictor(self) -> Callable[..., Any]:
         """Answers single requests as the model stands: `predictor(*args)` is `model(*args)` in eval mode, without

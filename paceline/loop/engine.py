@@ -25,7 +25,7 @@ from paceline.loop.run_state import RunState, StateByName
 from paceline.loop.script_position import ScriptPosition
 from paceline.loss_value import LossPart, Weight
 from paceline.rules import Rule
-from paceline.split.cut import Check, Loss
+from paceline.split.cut import Check, Function, Loss
 
 # ── what is computed ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -192,8 +192,11 @@ class Engine(Protocol):
     def expect(self, steps: int) -> None:
         """Shows how many steps the run will have."""
 
-    def prepare(self, call: Callable[[nn.Module], Any]) -> None:
-        """Cuts the model, if it is to be, before anything is computed with it; `call` calls it as it will be."""
+    def prepare(self, function: Function, given: Any) -> None:
+        """Cuts the model, if it is to be, before the first step; `function(model, given)` is what will be computed."""
+
+    def compute(self, function: Function, given: Any) -> Any:
+        """Returns `function(model, given)`; all devices of a cut model compute it together."""
 
     def join(self) -> RunState:
         """Takes part in the run in progress; returns its state at its last step."""

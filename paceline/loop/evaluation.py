@@ -23,17 +23,19 @@ class Evaluation:
     """Sums a metric over samples: a number, a sum and its count, or a dict of these."""
 
     def __init__(
-        self, metric: Metric, model: nn.Module, load: Callable[[range], Any], script_call: ScriptCall, at_once: int
+        self,
+        metric: Metric,
+        compute: Callable[[Metric, Any], Any],
+        load: Callable[[range], Any],
+        script_call: ScriptCall,
+        at_once: int,
     ) -> None:
+        """`compute(metric, batch)` computes it, with the model."""
         assert script_call.length is not None
         self.script_call, self.length = script_call, script_call.length
-        self._metric, self._model, self._load, self._at_once = metric, model, load, at_once
+        self._metric, self._compute, self._load, self._at_once = metric, compute, load, at_once
         self._names: list[Any] = []
         self._counted: list[bool] = []  # by name: whether the metric counts itself what it is a mean over
-
-    def call(self, model: nn.Module) -> None:
-        """Calls the model as the metric does, on one sample or a few."""
-        self._metric(model, self._load(range(min(self._at_once, self.length))))
 
     def over(self, samples: range) -> torch.Tensor:
         """Returns the sums of the metric's values over these samples, batch by batch; and then the counts of those that
@@ -43,7 +45,7 @@ class Evaluation:
         # One with no samples at all still has to know how many numbers the metric gives.
         for start in range(samples.start, samples.stop, self._at_once) or [0]:
             part = range(start, min(start + self._at_once, samples.stop) if samples else min(1, self.length))
-            value = self._metric(self._model, self._load(part))
+            value = self._compute(self._metric, self._load(part))
             named = value if isinstance(value, dict) else {None: value}
             found = [read_number("metric" if name is None else f"metric {name}", it) for name, it in named.items()]
             if not sums:
@@ -88,9 +90,11 @@ class _InHand(Evaluation):
     """Sums a loss over a batch of which each replica has its own part. A mean over samples is one over their count: a
     replica that has none cannot know which of both it is."""
 
-    def __init__(self, loss: Metric, model: nn.Module, batch: Batch, script_call: ScriptCall) -> None:
+    def __init__(
+        self, loss: Metric, compute: Callable[[Metric, Any], Any], batch: Batch, script_call: ScriptCall
+    ) -> None:
         self._ranges = batch.work.ranges
-        super().__init__(loss, model, lambda part: batch.micro_batches[part.start], script_call, 1)
+        super().__init__(loss, compute, lambda part: batch.micro_batches[part.start], script_call, 1)
 
     def over(self, samples: range) -> torch.Tensor:
         """Returns the sum over this replica's own samples, whichever it was asked for, and the count."""
@@ -98,12 +102,14 @@ class _InHand(Evaluation):
         total = MeanPart(0.0, 0.0)
         for number, part in enumerate(self._ranges):
             if part:
-                value, count = read_number("loss", self._metric(self._model, self._load(range(number, number + 1))))
+                value, count = read_number("loss", self._compute(self._metric, self._load(range(number, number + 1))))
                 total += MeanPart(value * len(part), len(part)) if count is None else MeanPart(value, count)
         return torch.tensor([total.total, total.count], dtype=torch.float64)
 
 
-def evaluation_of(loss: Metric, model: nn.Module, batch: Batch, chapter: Chapter, call: ScriptCall) -> Evaluation:
+def evaluation_of(
+    loss: Metric, compute: Callable[[Metric, Any], Any], batch: Batch, chapter: Chapter, call: ScriptCall
+) -> Evaluation:
     """Returns how the loss is computed once more over all samples of a batch, by whoever computes which."""
     feed, ledger, work = chapter.feed, chapter.ledger, batch.work
 
@@ -112,11 +118,13 @@ def evaluation_of(loss: Metric, model: nn.Module, batch: Batch, chapter: Chapter
         return returned[LOSS] if isinstance(returned, Mapping) else returned
 
     if feed.length is None:  # a stream has forgotten them: each replica has its part in hand
-        return _InHand(alone, model, batch, msgspec.structs.replace(call, length=work.whole))
+        return _InHand(alone, compute, batch, msgspec.structs.replace(call, length=work.whole))
     start = work.first - work.first % ledger.batch_size  # with servers a replica knows only which part was its own
     whole = min(ledger.batch_size, feed.length - start)
 
     def load(part: range) -> Any:
         return feed.load(ledger, work.epoch, range(start + part.start, start + part.stop))
 
-    return Evaluation(alone, model, load, msgspec.structs.replace(call, length=whole), -(-whole // chapter.accumulate))
+    return Evaluation(
+        alone, compute, load, msgspec.structs.replace(call, length=whole), -(-whole // chapter.accumulate)
+    )

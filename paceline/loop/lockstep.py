@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from paceline.data.feed import Request
 from paceline.data.ledger import Lease, Ledger
@@ -24,6 +23,7 @@ from paceline.loop.engine import Chapter, Closed, ReplicaWork, ServersControl
 from paceline.loop.run_state import RunState, StateByName
 from paceline.loop.script_position import ScriptPosition
 from paceline.seeds import mixed
+from paceline.split.cut import Function
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class LockstepEngine:
     def expect(self, steps: int) -> None:
         """Nobody is looking."""
 
-    def prepare(self, call: Callable[[nn.Module], Any]) -> None:
+    def prepare(self, function: Function, given: Any) -> None:
         """The model is not cut."""
 
     def join(self) -> RunState:

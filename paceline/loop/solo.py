@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from paceline.loop.passes import PlainWorker
 from paceline.loop.run_state import RunState, StateByName
 from paceline.loss_value import LossPart, nothing_counted
 from paceline.optim.models import own_state, parameter_names
+from paceline.split.cut import Function
 
 
 class Solo(LockstepEngine):
@@ -51,6 +53,9 @@ class Solo(LockstepEngine):
         for parameter in self._trained() if weight != 1.0 else ():
             if parameter.grad is not None:
                 parameter.grad.mul_(weight)
+
+    def compute(self, function: Function, given: Any) -> Any:
+        return function(self._model, given)
 
     def once(self, number: int, act: Callable[[], None]) -> None:
         act()

@@ -13,7 +13,7 @@ what was recorded, `save` does nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -40,7 +40,7 @@ from paceline.loop.run_state import RunState, Schedule
 from paceline.loop.script_position import ScriptPosition
 from paceline.optim.models import evaluating
 from paceline.run_place import INTERRUPTED, Place
-from paceline.split.cut import capture
+from paceline.split.cut import call_model
 from paceline.split.layout.show import tell_dims
 from paceline.verify.precision import AsItIs
 
@@ -162,7 +162,7 @@ class TrainingLoop:
         if drawn is None or samples is None or chapter is None:
             raise PacelineError("trainer.step was given a batch that trainer.batches did not yield just now")
         drawn.take(batch)
-        self._prepare(lambda model: self._passes.loss(model, drawn.batches[0].micro_batches[0]))
+        self._prepare(drawn.batches[0].micro_batches[0])
         closed = self.engine.step(drawn.batches)
         samples.commit(closed)
         self._drawn, self.logged = None, dict(closed.logged)
@@ -172,12 +172,14 @@ class TrainingLoop:
             self._stop()
         return closed.loss
 
-    def _prepare(self, call: Callable[[nn.Module], Any]) -> None:
-        """A model is cut when it is known what it will be called with."""
+    def _prepare(self, batch: Any) -> None:
+        """A model is cut when it is known what will be computed."""
+        if not self._model.training:
+            self._model.train()
         if self._place.dims_to is not None:
-            tell_dims(self._model, capture(self._model, call), self._place.dims, Path(self._place.dims_to))
+            tell_dims(self._passes.loss, self._model, batch, self._place.dims, Path(self._place.dims_to))
             raise SystemExit(0)
-        self.engine.prepare(call)
+        self.engine.prepare(self._passes.loss, batch)
 
     def _stop(self) -> None:
         """The run was asked to stop."""
@@ -197,7 +199,9 @@ class TrainingLoop:
         call = self.describe_call("evaluate", chapter.feed)
         self.engine.rest()
         with evaluating(self._model), torch.no_grad():
-            value = self._evaluate(evaluation_of(self._passes.loss, self._model, drawn.batches[0], chapter, call))
+            value = self._evaluate(
+                evaluation_of(self._passes.loss, self.engine.compute, drawn.batches[0], chapter, call)
+            )
         return float(value)
 
     def _evaluate(self, evaluation: Evaluation) -> Any:
@@ -205,7 +209,6 @@ class TrainingLoop:
         key = self._position.next_evaluation(in_step=self.engine.in_step)
         result = self._position.recorded(key)
         if result is None or result.names is None:
-            self._prepare(evaluation.call)
             if result is not None:
                 sums = torch.tensor(result.sums)
             else:
@@ -218,9 +221,8 @@ class TrainingLoop:
         """Returns the model's answer; all devices of a cut model ask together."""
         self._join_if_restarted()
         args, kwargs = self._precision.convert((args, kwargs))
-        self._prepare(lambda model: model(*args, **kwargs))
         with self._precision.watching():
-            answer = self._model(*args, **kwargs)
+            answer = self.engine.compute(call_model, (args, kwargs))
         self._recorder.predicted(answer)
         return answer
 

@@ -44,7 +44,7 @@ from paceline.mirrored.shared_model import SharedModel
 from paceline.mirrored.statistics import BatchStatistics
 from paceline.mirrored.step_parts import DecidedStep, OwnShard, StepPart
 from paceline.optim.shard_optimizer import ShardOptimizer
-from paceline.split.cut import Check, Cut, Loss
+from paceline.split.cut import Check, Cut, Function, Loss
 
 
 class MirroredEngine(LockstepEngine):
@@ -103,8 +103,11 @@ class MirroredEngine(LockstepEngine):
     def expect(self, steps: int) -> None:
         self._board.host_set(HostWord.TOTAL_STEPS, steps)
 
-    def prepare(self, call: Callable[[nn.Module], Any]) -> None:
-        self._part.prepare(call, self._statistics)
+    def prepare(self, function: Function, given: Any) -> None:
+        self._part.prepare(function, given, self._statistics)
+
+    def compute(self, function: Function, given: Any) -> Any:
+        return self._part.compute(function, given)
 
     def once(self, number: int, act: Callable[[], None]) -> None:
         self._together.once(act if self._hosts.number == 0 else lambda: None)

@@ -23,7 +23,7 @@ from paceline.mirrored.statistics import BatchStatistics
 from paceline.mirrored.step_parts import DecidedStep, StepPart
 from paceline.optim.gradients import Destination, GradientCollector, IntoBuffer
 from paceline.optim.models import own_state
-from paceline.split.cut import Check, Cut, Loss, capture, train
+from paceline.split.cut import Check, Cut, Function, Loss, train
 from paceline.split.parts import Parts
 
 
@@ -48,8 +48,12 @@ class WholeModel(StepPart):
         """Returns this process's share of a step of these members."""
         return self._hosts.share(members.ranks.index(self._row), len(members.ranks))
 
-    def prepare(self, call: Callable[[nn.Module], Any], statistics: BatchStatistics) -> None:
+    def prepare(self, function: Function, given: Any, statistics: BatchStatistics) -> None:
         """There is nothing to cut."""
+
+    def compute(self, function: Function, given: Any) -> Any:
+        """Returns `function(model, given)`."""
+        return function(self._model, given)
 
     def train(self, loss: Loss, batch: Any, weight: Weight, check: Check) -> LossPart:
         """Runs forward and backward of one pass."""
@@ -123,21 +127,23 @@ class CutModel(WholeModel):
     def share(self, members: Members) -> BatchShare:
         return BatchShare(self._row // self.devices, len(members.ranks) // self.devices)
 
-    def prepare(self, call: Callable[[nn.Module], Any], statistics: BatchStatistics) -> None:
+    def prepare(self, function: Function, given: Any, statistics: BatchStatistics) -> None:
         if self._prepared:
             return
+        self._cut.prepare(function, self._model, given)
         self._prepared = True
-        self._cut.prepare(self._model, capture(self._model, call))
         statistics.over_devices(self._cut.over_devices)
-        destinations = self._parts.take()
-        # Parameters are other tensors from here on: gradients are waited for anew.
+        # What is computed with are other tensors from here on: gradients are waited for anew.
         self.collector.close()
-        self.collector = GradientCollector(self._shared.trained, destinations, fresh=True)
+        self.collector = GradientCollector(*self._parts.take(), fresh=True)
         self._parts.publish_buffers()
         self._together.meet(Kind.BUILD, Phase.AWAITING_DEVICES)
 
     def train(self, loss: Loss, batch: Any, weight: Weight, check: Check) -> LossPart:
         return self._cut.train(loss, self._model, batch, weight, check)
+
+    def compute(self, function: Function, given: Any) -> Any:
+        return self._cut.call(function, self._model, given) if self._prepared else function(self._model, given)
 
     def mark(self, used: list[bool]) -> None:
         self._parts.mark(used, self._shared.arena.touched[self._row])
@@ -147,6 +153,9 @@ class CutModel(WholeModel):
 
     def computed(self, members: Members, number: int) -> None:
         self._parts.publish_buffers()  # each device those that are its to tell
+
+    def decided(self, step: DecidedStep) -> None:
+        self.take_buffers()  # the model of every device is whole
 
     def publish_buffers(self) -> None:
         """All have."""

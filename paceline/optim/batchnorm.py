@@ -17,6 +17,7 @@ up for what the exchange costs: torch's own kernels go over the batch channel by
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -106,6 +107,25 @@ def exact_batch_norm(
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
             running_var.lerp_((variance * (count / (count - 1))).to(running_var.dtype), momentum)
     return normalized  # type: ignore[no-any-return]
+
+
+def statistics_of(model: nn.Module) -> dict[str, Statistics]:
+    """How the statistics of each BatchNorm are added up, by the module's name."""
+    found = ((name, getattr(module, "_statistics", None)) for name, module in model.named_modules())
+    return {name: statistics for name, statistics in found if isinstance(statistics, Statistics)}
+
+
+@contextmanager
+def plain_batchnorm(model: nn.Module) -> Iterator[None]:
+    """BatchNorms are torch's own meanwhile."""
+    kept = [(statistics, statistics.sum) for statistics in statistics_of(model).values()]
+    for statistics, _ in kept:
+        statistics.sum = None
+    try:
+        yield
+    finally:
+        for statistics, total in reversed(kept):
+            statistics.sum = total
 
 
 _uncompiled_forward = keep_compiler_out(_exact_forward)

@@ -27,7 +27,7 @@ from paceline.exchange.packing import CannotTravel, pack, receive, send
 from paceline.memory.arena import Arena
 from paceline.optim.models import own_state
 from paceline.serve.request_status import RequestStatus, StatusWord
-from paceline.split.cut import Example, open_cut
+from paceline.split.cut import Example, call_model, open_cut
 from paceline.split.values import Split
 
 LOOKS_BETWEEN_CHECKS = 32
@@ -116,18 +116,17 @@ class Device:
 
     def answer(self, call: Example) -> Any:
         """Returns the model's answer. All devices call this with the same request, and each gets the answer."""
-        args, kwargs = call
         with torch.no_grad():
             if not self._status[self._at]:
                 self._prepare(call)
-            return self._model(*args, **kwargs)
+            return self._cut.call(call_model, self._model, call)
 
     def _prepare(self, call: Example) -> None:
         self._status[self._at] = -1
-        self._cut.prepare(self._model, call)
+        self._cut.prepare(call_model, self._model, call)
         inner = own_state(self._model)
-        for name, tensor in [*inner.named_parameters(), *inner.named_buffers()]:
-            tensor.data = self._cut.part_of(name).of(tensor.data)
+        named = [*inner.named_parameters(), *inner.named_buffers()]
+        self._cut.take({name: self._cut.part_of(name).of(tensor.detach()) for name, tensor in named})
         self._status[self._at] = 1
 
 

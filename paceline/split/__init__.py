@@ -3,7 +3,7 @@
 values               what a user asks for: Layout, Stages, Tiles, Wavefront; no torch
 cut                  what an engine needs of any cut, and `open_cut`, which opens the one that was asked for
 parts                a device's parts of parameters and buffers, in the arena
-trace                a model's forward as a list of operations; `transformer_stacks` helps it with torch's own
+graph_cut            what cuts that are made of the graph of a computation have in common (`paceline/graph`)
 collectives          what devices do together in a forward, with the matching thing in backward
 layout, stages, tiles, wavefront   a room for each way of cutting
 """

@@ -1,9 +1,9 @@
 """A cut: what one device does of a replica's work, and what its gradients are of the whole.
 
 The gradient of a step is a sum over all devices of all replicas, as it is over replicas: a cut only decides what each
-of them adds. The parameters lie whole, once a host, in the arena; a device computes with views of its parts of them,
-and its gradients go to the same parts of a gradient buffer. So owners, clipping, checkpoints and `verify` need not
-know that a model is cut.
+of them adds. The parameters lie whole, once a host, in the arena, and so does the model of every device: what a script
+computes with it by itself is right. A cut computes with views of its parts of them, and its gradients go to the same
+parts of a gradient buffer. So owners, clipping, checkpoints and `verify` need not know that a model is cut.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from paceline.split.values import Layout, Split, Stages, Tiles, Wavefront
 
 Loss = Callable[[nn.Module, Any], Any]  # what it may return: see `loop/returned_loss.py`
 Check = Callable[[Any], FoundLoss]
+Function = Callable[[nn.Module, Any], Any]  # a loss, a metric, a call
 Example = tuple[tuple[Any, ...], dict[str, Any]]  # what the model is called with
 
 
@@ -56,6 +57,7 @@ class Cut:
 
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
+        self.is_at_work = False
 
     @property
     def speaks(self) -> bool:
@@ -65,17 +67,17 @@ class Cut:
     def name_dims(self, dims: Mapping[str, str]) -> None:
         """Takes the user's names for dims of parameters, by pattern. Only a layout has a use for them."""
 
-    def prepare(self, model: nn.Module, example: Example) -> None:
-        """Decides who does what, before the first forward, and makes the model's forward do this device's part.
-        `example` is what the model will be called with. If it cannot be cut so, one sentence says why (ModelError,
-        StrategyError).
-
-        Parameters are whole still; afterwards they become the views that `part_of` says."""
+    def prepare(self, function: Function, model: nn.Module, given: Any) -> None:
+        """Decides who does what, before anything is computed; `function(model, given)` is what will be. If it cannot be
+        cut so, one sentence says why (ModelError, StrategyError)."""
         raise NotImplementedError
 
     def part_of(self, name: str) -> TensorPart:
         """Returns, after `prepare`, this device's part of a parameter or buffer, by its (first) name in the model."""
         raise NotImplementedError
+
+    def take(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Takes this device's parts of parameters and buffers, by name, after `prepare`."""
 
     def over_devices(self, module: nn.Module) -> bool:
         """Returns whether this BatchNorm sees a part of each sample, so that its statistics are sums over the
@@ -89,7 +91,22 @@ class Cut:
 
         Whoever cuts the batch further gives each part `weight.part(its share of the samples)`, and adds up what comes
         of them."""
-        return train(loss, model, batch, weight, check)
+        with self.at_work():
+            return train(loss, model, batch, weight, check)
+
+    def call(self, function: Function, model: nn.Module, given: Any) -> Any:
+        """Returns `function(model, given)`, on every device, which all ask for it together."""
+        with self.at_work():
+            return function(model, given)
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Has the model's forward do this device's part, inside; outside it is that of the whole model."""
+        self.is_at_work = True
+        try:
+            yield
+        finally:
+            self.is_at_work = False
 
 
 def train(loss: Loss, model: nn.Module, batch: Any, weight: Weight, check: Check) -> LossPart:
@@ -113,8 +130,14 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(before)
 
 
-def capture(model: nn.Module, call: Callable[[nn.Module], Any]) -> Example:
-    """Returns what `call(model)` calls the model with; the model itself is not run."""
+def call_model(model: nn.Module, given: Example) -> Any:
+    """Returns what the model answers."""
+    args, kwargs = given
+    return model(*args, **kwargs)
+
+
+def first_call(function: Function, model: nn.Module, given: Any) -> Example:
+    """Returns what `function(model, given)` calls the model with; the model itself is not run."""
 
     class Called(Exception):
         pass
@@ -128,7 +151,7 @@ def capture(model: nn.Module, call: Callable[[nn.Module], Any]) -> Example:
     handle = model.register_forward_pre_hook(note, with_kwargs=True)
     try:
         with torch.no_grad():
-            call(model)
+            function(model, given)
     except Called:
         return found[0]
     finally:

@@ -1,7 +1,7 @@
 """The parts of a cut model: which piece of every parameter and buffer a device has, and where its gradients go.
 
-Parameters lie whole in the arena, and a device's are views of its pieces; buffers are each device's own, and those of
-the first replica leave theirs in the arena, where the whole ones can be read.
+Parameters lie whole in the arena. A cut computes with views of its pieces, and with pieces of buffers of its own; those
+of the first replica are left in the arena after a step, from where every device's model has them whole.
 """
 
 from __future__ import annotations
@@ -28,24 +28,32 @@ class Parts:
         self._first = process - cut.peers.rank  # of this replica's processes
         self._of: list[TensorPart] = [WHOLE] * len(shared.layout.slots)
         self._of_buffers: list[TensorPart] = [WHOLE] * len(shared.buffers)
+        self._buffers: list[torch.Tensor] = list(shared.buffers)
 
-    def take(self) -> list[Destination]:
-        """Makes the model's tensors this device's parts, after `Cut.prepare`. Returns where gradients are to go, by
-        slot."""
+    def take(self) -> tuple[list[nn.Parameter], list[Destination]]:
+        """Gives the cut this device's parts, after `Cut.prepare`. Returns those of the trained parameters, and where
+        their gradients are to go."""
         arena, slots = self._shared.arena, self._shared.layout.slots
         self._of = [self._cut.part_of(slot.name) for slot in slots]
         self._of_buffers = [self._cut.part_of(name) for name, _ in self._model.named_buffers()]
-        for slot, parameter, part in zip(slots, self._shared.parameters, self._of, strict=True):
-            parameter.data = part.of(arena.parameter(slot))
-        for buffer, part in zip(self._shared.buffers, self._of_buffers, strict=True):
-            if part.index:
-                buffer.data = part.of(buffer.data).clone()
+        parameters = [
+            _parameter(part.of(arena.parameter(slot)), parameter) if part.index else parameter
+            for slot, parameter, part in zip(slots, self._shared.parameters, self._of, strict=True)
+        ]
+        self._buffers = [
+            part.of(buffer.data).clone() if part.index else buffer
+            for buffer, part in zip(self._shared.buffers, self._of_buffers, strict=True)
+        ]
+        names = [name for name, _ in self._model.named_buffers()]
+        tensors = {slot.name: parameter for slot, parameter in zip(slots, parameters, strict=True)}
+        self._cut.take({**tensors, **dict(zip(names, self._buffers, strict=True))})
+        trained = len(self._shared.trained)
         destinations: list[Destination] = []
-        for slot, part in zip(slots[: len(self._shared.trained)], self._of, strict=False):
+        for slot, part in zip(slots[:trained], self._of, strict=False):
             row = self._process if part.adds_to is None else self._first + part.adds_to
             place = part.of(arena.gradient(row, slot))
             destinations.append(IntoBuffer(place) if part.adds else Discard())
-        return destinations
+        return parameters[:trained], destinations
 
     def mark(self, used: list[bool], marks: torch.Tensor) -> None:
         """Marks by slot whether this process's buffer has a gradient. What several share is its holder's to say."""
@@ -61,14 +69,18 @@ class Parts:
         """Leaves in the arena those buffers that are this device's to tell."""
         if self._first:
             return
-        for (place, buffer), part in zip(self._shared.buffer_places(), self._of_buffers, strict=True):
+        for (place, _), own, part in zip(self._shared.buffer_places(), self._buffers, self._of_buffers, strict=True):
             if part.adds:
-                part.of(place).copy_(buffer)
+                part.of(place).copy_(own)
 
     def take_buffers(self) -> None:
-        """Takes this device's parts of the buffers in the arena."""
-        for (place, buffer), part in zip(self._shared.buffer_places(), self._of_buffers, strict=True):
-            buffer.copy_(part.of(place))
+        """Takes the buffers in the arena, whole ones and this device's parts of them."""
+        for (place, buffer), own, part in zip(
+            self._shared.buffer_places(), self._buffers, self._of_buffers, strict=True
+        ):
+            buffer.copy_(place)
+            if own is not buffer:
+                own.copy_(part.of(place))
 
     # ── whole tensors ────────────────────────────────────────────────────────────────────────────────────
 
@@ -96,3 +108,10 @@ class Parts:
             for slot, parameter in zip(shared.layout.slots, shared.parameters, strict=True)
         }
         return found | {buffer: place for place, buffer in shared.buffer_places()}
+
+
+def _parameter(view: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
+    """Returns a parameter in this place. What else is written into the same memory is none of autograd's business."""
+    made = nn.Parameter(torch.empty(0, dtype=view.dtype), like.requires_grad)
+    made.data = view
+    return made

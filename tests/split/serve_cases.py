@@ -29,7 +29,7 @@ from paceline.errors import CheckpointError, ModelError, PacelineError, ReplicaD
 from paceline.exchange.mailboxes import Peers
 from paceline.serve import device
 from paceline.split.collectives import bounds
-from paceline.split.cut import Cut, Example, TensorPart
+from paceline.split.cut import Cut, Function, TensorPart
 from paceline.split.values import Split
 
 CASES: dict[str, Callable[[], None]] = {}
@@ -61,12 +61,12 @@ class Rows(nn.Module):
 class RowsCut(Cut):
     """Numbers that are never in a request else say what is to go wrong, and on which device."""
 
-    def prepare(self, model: nn.Module, example: Example) -> None:
-        if example[0][0].size(0) > 100:
+    def prepare(self, function: Function, model: nn.Module, given: Any) -> None:
+        if given[0][0].size(0) > 100:
             raise ModelError("model", "Rows", "it takes 100 samples at once")
         own = bounds(7, self.peers.count)[self.peers.rank : self.peers.rank + 2]
         self._part = TensorPart((slice(*own),))
-        forward = model.forward
+        forward, self._model = model.forward, model
 
         def cut(x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
             if x.flatten()[0] == 666 + self.peers.rank:
@@ -78,6 +78,10 @@ class RowsCut(Cut):
             return y if more is None else y + more["shift"][0]
 
         model.forward = cut  # type: ignore[method-assign]
+
+    def take(self, tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
+            tensor.data = tensors[name]
 
     def part_of(self, name: str) -> TensorPart:
         return self._part if name.startswith("linear") else TensorPart()

@@ -16,7 +16,7 @@ from paceline.exchange.mailboxes import BOX_BYTES, Peers
 from paceline.loop.returned_loss import read_loss
 from paceline.loss_value import Weight
 from paceline.memory.arena import Arena
-from paceline.split.cut import SAME, WHOLE, capture
+from paceline.split.cut import SAME, WHOLE
 from paceline.split.stages import StagesCut
 from paceline.split.values import Stages
 
@@ -91,7 +91,8 @@ class _Ending(Peers):
 def _work(device: Device, loss: Loss, batches: Sequence[Any], last: Any, ends: threading.Event) -> None:
     try:
         model, cut = device.model, device.cut
-        cut.prepare(model, capture(model, lambda called: loss(called, batches[0])))
+        cut.prepare(loss, model, batches[0])
+        cut.take(dict(model.named_parameters()) | dict(model.named_buffers()))
         for batch in batches:
             model.train()
             part = cut.train(loss, model, batch, Weight.whole(), lambda found: read_loss(found, ""))
@@ -100,7 +101,7 @@ def _work(device: Device, loss: Loss, batches: Sequence[Any], last: Any, ends: t
         if last is not None:
             model.eval()
             with torch.no_grad():
-                device.output = last(model)
+                device.output = cut.call(lambda called, _: last(called), model, ())
     except BaseException as error:
         device.error = error
         ends.set()

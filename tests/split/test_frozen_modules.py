@@ -61,9 +61,9 @@ def test_what_is_frozen_is_neither_trained_nor_put_into_train_mode(split: Split)
         cut = open_cut(split, peers, {})
         with one_by_one:
             model = copy.deepcopy(whole)
-        cut.prepare(model, ((IMAGES,), {}))
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            tensor.data = cut.part_of(name).of(tensor.data)
+        cut.prepare(loss, model, IMAGES)
+        named = (*model.named_parameters(), *model.named_buffers())
+        cut.take({name: cut.part_of(name).of(tensor) for name, tensor in named})
         part = cut.train(loss, model, IMAGES, Weight.whole(), lambda found: read_loss(found, "")).loss
         return [module.training for module in model.modules()], part.mean if cut.speaks and part else None
 

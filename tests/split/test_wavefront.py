@@ -24,6 +24,7 @@ from paceline.exchange.board import Board
 from paceline.exchange.mailboxes import BOX_BYTES, DESCRIPTORS, Peers
 from paceline.memory.arena import Arena
 from paceline.split.balance import even_bounds
+from paceline.split.cut import call_model
 from paceline.split.values import Wavefront
 from paceline.split.wavefront import WavefrontCut
 
@@ -238,16 +239,17 @@ def test_a_model_that_cannot_be_cut_so_is_refused_with_a_sentence(
 ) -> None:
     cut = WavefrontCut(Wavefront(parts=parts), peers(parts))
     with pytest.raises(InvalidInput) as refused:
-        cut.prepare(make(), ((), {}))
+        cut.prepare(call_model, make(), ((), {}))
     assert str(refused.value) == sentence
 
 
 def test_a_call_that_cannot_be_cut_so_is_refused_with_a_sentence(peers: Callable[[int], Peers]) -> None:
     cut_model = model(rnn=nn.LSTM(3, 4, 2))
-    WavefrontCut(Wavefront(parts=1), peers(1)).prepare(cut_model, ((), {}))
-    with torch.autocast("cpu"), pytest.raises(InvalidInput, match=r"autocast is 'on': .* comes to rnn$"):
+    cut = WavefrontCut(Wavefront(parts=1), peers(1))
+    cut.prepare(call_model, cut_model, ((), {}))
+    with cut.at_work(), torch.autocast("cpu"), pytest.raises(InvalidInput, match=r"autocast is 'on': .* comes to rnn$"):
         cut_model["rnn"](torch.zeros(2, 1, 3))
-    with pytest.raises(InvalidInput, match="input is 'empty': give rnn sequences of one step or more"):
+    with cut.at_work(), pytest.raises(InvalidInput, match="input is 'empty': give rnn sequences of one step or more"):
         cut_model["rnn"](torch.zeros(0, 1, 3))
 
 
@@ -269,15 +271,17 @@ def test_a_model_that_is_cut_again_uses_the_new_devices(peers: Callable[[int], P
     cut_model = model(rnn=nn.GRU(3, 4, 2))
     whole = cut_model["rnn"].forward
     for _ in range(2):
-        WavefrontCut(Wavefront(parts=1, time_block=2), peers(1)).prepare(cut_model, ((), {}))
+        WavefrontCut(Wavefront(parts=1, time_block=2), peers(1)).prepare(call_model, cut_model, ((), {}))
     assert cut_model["rnn"].forward != whole
     assert cut_model["rnn"].forward.whole == whole
 
 
 def test_a_batch_without_samples_is_one(peers: Callable[[int], Peers]) -> None:
     cut_model = model(rnn=nn.GRU(3, 4, 2))
-    WavefrontCut(Wavefront(parts=1, time_block=2), peers(1)).prepare(cut_model, ((), {}))
-    output, final = cut_model["rnn"](torch.zeros(5, 0, 3))
+    cut = WavefrontCut(Wavefront(parts=1, time_block=2), peers(1))
+    cut.prepare(call_model, cut_model, ((), {}))
+    with cut.at_work():
+        output, final = cut_model["rnn"](torch.zeros(5, 0, 3))
     output.sum().backward()
     assert (output.shape, final.shape) == ((5, 0, 4), (2, 0, 4))
     assert not cut_model["rnn"].weight_hh_l1.grad.any()

@@ -22,6 +22,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from paceline.errors import InvalidInput
 from paceline.exchange.board import Board
 from paceline.exchange.mailboxes import Peers
+from paceline.loop.returned_loss import read_loss
+from paceline.loss_value import SumUnit, Weight
 from paceline.memory.arena import Arena
 from paceline.optim.batchnorm import Statistics, make_exact
 from paceline.split.cut import train
@@ -184,7 +186,8 @@ def compute(model: nn.Module, x: torch.Tensor, cut: TilesCut | None, statistics:
     handle = model.register_forward_hook(lambda _, __, output: outputs.append(output.detach()))
     torch.manual_seed(5)
     model.train()
-    (train if cut is None else cut.train)(loss, model, x, 0.5, lambda loss: float(loss.detach()))
+    half = Weight(0.5, SumUnit(1, 1))
+    (train if cut is None else cut.train)(loss, model, x, half, lambda found: read_loss(found, ""))
     statistics.sum = None
     found = {"output": outputs[0]}
     found |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
@@ -192,7 +195,7 @@ def compute(model: nn.Module, x: torch.Tensor, cut: TilesCut | None, statistics:
         found["input's gradient"] = x.grad
     model.eval()
     with torch.no_grad():
-        found["evaluation"] = model(x)
+        found["evaluation"] = model(x) if cut is None else cut.call(lambda called, x: called(x), model, x)
     handle.remove()
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
@@ -220,7 +223,7 @@ def measure(case: dict[str, Any], peers: Peers) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
-            cut.prepare(own, ((own_x,), {}))
+            cut.prepare(lambda called, x: called(x), own, own_x)
         except InvalidInput as error:
             return {"refused": str(error)}
     for module in own.modules():

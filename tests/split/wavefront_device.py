@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from paceline.exchange.board import Board
 from paceline.exchange.mailboxes import Peers
 from paceline.memory.arena import Arena
+from paceline.split.cut import call_model
 from paceline.split.values import Wavefront
 from paceline.split.wavefront import WavefrontCut
 
@@ -83,8 +84,9 @@ def distances(case: dict[str, Any], peers: Peers) -> dict[str, float | None]:
     expected = compute(module, case, given)
     module, given = make(case)
     cut = WavefrontCut(Wavefront(parts=peers.count, time_block=case["time_block"]), peers)
-    cut.prepare(module, ((), {}))
-    got = compute(module, case, given)
+    cut.prepare(call_model, module, ((), {}))
+    with cut.at_work():
+        got = compute(module, case, given)
     assert got.keys() == expected.keys()
     found: dict[str, float | None] = {}
     for name, value in expected.items():

@@ -38,6 +38,7 @@ from paceline.loop.run_state import RunState, StateByName
 from paceline.loop.script_position import ScriptPosition
 from paceline.rules import Rule
 from paceline.run_place import Place
+from paceline.split.cut import Function
 from paceline.strategy import Centralized
 
 
@@ -57,8 +58,11 @@ class LeadingEngine(CentralizedEngine):
         self._devices, self._whole = devices, whole
         super().__init__(whole, own, place, strategy, clip_norm)
 
-    def prepare(self, call: Callable[[nn.Module], Any]) -> None:
-        self._devices.prepare(call)
+    def prepare(self, function: Function, given: Any) -> None:
+        self._devices.prepare(function, given)
+
+    def compute(self, function: Function, given: Any) -> Any:
+        return self._devices.answer(function, given)
 
     def agree(self, call: ScriptCall) -> None:
         super().agree(call)
@@ -176,8 +180,11 @@ class FollowingEngine:
     def expect(self, steps: int) -> None:
         """The leader says so."""
 
-    def prepare(self, call: Callable[[nn.Module], Any]) -> None:
-        self._devices.prepare(call)
+    def prepare(self, function: Function, given: Any) -> None:
+        self._devices.prepare(function, given)
+
+    def compute(self, function: Function, given: Any) -> Any:
+        return self._devices.answer(function, given)
 
     def join(self) -> RunState:
         raise AssertionError("whoever is started again takes part at once")

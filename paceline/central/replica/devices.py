@@ -12,7 +12,7 @@ the same script, and take the same way through it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -37,7 +37,7 @@ from paceline.optim.gradients import GradientCollector
 from paceline.optim.model_in_arena import SMALLEST_SCRATCH_BYTES, ModelInArena
 from paceline.optim.models import buffers_of, own_state
 from paceline.run_place import Place
-from paceline.split.cut import Check, Loss, capture, open_cut
+from paceline.split.cut import Check, Function, Loss, open_cut
 from paceline.split.parts import Parts
 from paceline.split.values import Split
 from paceline.torch_private import AnyBatchNorm
@@ -187,16 +187,21 @@ class Devices:
 
     # ── work ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def prepare(self, call: Callable[[nn.Module], Any]) -> None:
-        """Cut the model, unless it is, now that it is known what it will be called with."""
+    def prepare(self, function: Function, given: Any) -> None:
+        """Cut the model, unless it is, now that it is known what will be computed."""
         if self._collector is not None:
             return
-        self.cut.prepare(self.model, capture(self.model, call))
+        self.cut.prepare(function, self.model, given)
         for module in self.model.modules():
             if isinstance(module, AnyBatchNorm) and self.cut.over_devices(module):
                 module._statistics = self._statistics  # type: ignore[assignment]
-        destinations = self._parts.take()
-        self._collector = GradientCollector(self._inside.trained, destinations, fresh=True)
+        self._collector = GradientCollector(*self._parts.take(), fresh=True)
+
+    def answer(self, function: Function, given: Any) -> Any:
+        """Returns `function(model, given)`, by all devices together once the model is cut."""
+        if self._collector is None:
+            return function(self.model, given)
+        return self.cut.call(function, self.model, given)
 
     def spread(self, whole: nn.Module | None = None) -> None:
         """Have all compute with the parameters and buffers of `whole`, which the leader has."""

@@ -38,6 +38,7 @@ from paceline.net.secure import Keys, read_token
 from paceline.optim.models import own_state
 from paceline.rules import Rule
 from paceline.run_place import Place
+from paceline.split.cut import Function
 from paceline.strategy import Centralized
 
 COPY_TRIES = 4  # for a copy of everything, while servers are killed
@@ -175,8 +176,11 @@ class CentralizedEngine:
             raise DataError("dataset", "a stream", "with servers give one that has a length")
         return TicketSamples(chapter, self.ask, self.give_back, alone=self.at_once == 1)
 
-    def prepare(self, call: Callable[[nn.Module], Any]) -> None:
+    def prepare(self, function: Function, given: Any) -> None:
         """The model is not cut."""
+
+    def compute(self, function: Function, given: Any) -> Any:
+        return function(self._model, given)
 
     def join(self) -> RunState:
         raise AssertionError("whoever is started again takes part at once")

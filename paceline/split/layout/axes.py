@@ -42,14 +42,17 @@ class Axes:
 
 
 class Usage:
-    """How parameters are used: along which axes a device's gradient is a summand, and along which all have the same."""
+    """How parameters are used: along which axes a device's gradient is a summand. Along all others all find the same.
+
+    An operator that finds the same where another has a summand counts on the first device alone (`heard_once`)."""
 
     def __init__(self) -> None:
         self.summand: dict[str, set[str]] = {}
-        self.alike: dict[str, set[str]] = {}
 
-    def note(self, name: str, axes: Axes, own: Cuts, working: set[str]) -> None:
-        """Notes that a parameter, cut as `own` says, is used in an operator that works along the axes `working`."""
-        for axis in axes.groups:
-            if axis not in own.values():
-                (self.summand if axis in working else self.alike).setdefault(name, set()).add(axis)
+    def note(self, name: str, working: set[str]) -> None:
+        """Notes that a parameter is used in an operator that works along these axes, and does not lie along them."""
+        self.summand.setdefault(name, set()).update(working)
+
+    def is_summand(self, name: str, axis: str) -> bool:
+        """Returns whether devices have summands of a parameter's gradient along an axis."""
+        return axis in self.summand.get(name, ())

@@ -1,30 +1,29 @@
-"""A layout's cut: dims are named by tracing the model once, and every device runs the graph of its parts."""
+"""A layout's cut: dims are named by the graph of the loss, and every device runs the graph of its parts."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from paceline.errors import ModelError, StrategyError
 from paceline.exchange.mailboxes import DeviceGroup, Peers
-from paceline.loss_value import LossPart, Weight
-from paceline.optim.models import in_mode
-from paceline.split.cut import SAME, WHOLE, Check, Cut, Example, Loss, TensorPart
-from paceline.split.layout.atoms import Atom, leaves
+from paceline.graph.call_graph import CallGraph
+from paceline.optim.batchnorm import statistics_of
+from paceline.split.cut import SAME, WHOLE, TensorPart
+from paceline.split.graph_cut import GraphCut
+from paceline.split.layout.atoms import Atom, join, leaves
 from paceline.split.layout.axes import Axes, Usage
-from paceline.split.layout.loss_check import LossCheck
+from paceline.split.layout.graph_dims import GraphDims
 from paceline.split.layout.model_dims import ModelDims
 from paceline.split.layout.rewrite import GraphRewriter
-from paceline.split.trace import Traced, tensors
 from paceline.split.values import BATCH, Layout
-from paceline.torch_private import inside_compiled, tree_flatten
 
 
-class LayoutCut(Cut):
+class LayoutCut(GraphCut):
     """One device's side of a model that is cut by named dims."""
 
     def __init__(self, split: Layout, peers: Peers) -> None:
@@ -35,23 +34,14 @@ class LayoutCut(Cut):
         self._usage = Usage()
         self._dimensions: ModelDims
         self._axes: Axes
-        self._graphs: list[tuple[Traced, nn.Module]] = []
-        self._model: nn.Module
-        self._loss_check: LossCheck | None = None  # while the first loss is computed
 
     def name_dims(self, dims: Mapping[str, str]) -> None:
         self._patterns = dims
 
-    def prepare(self, model: nn.Module, example: Example) -> None:
-        if inside_compiled(model) is not None:
-            raise ModelError("model", "compiled", "a model is cut first and compiled never, leave out torch.compile")
-        self._model = model
-        self._dimensions = dimensions = ModelDims(model)
-        traces = []
-        for training in (True, False):
-            with in_mode(model, training=training):
-                traces.append(dimensions.trace(example, grad=training))
-        names = dimensions.names(self._patterns)
+    def decide(self, call: CallGraph, values: list[torch.Tensor]) -> None:
+        self._dimensions = ModelDims(self.model)
+        dims = self._dimensions.add(call)
+        names = self._dimensions.names(self._patterns)
         cuts: dict[Atom, str] = {}
         for dim, axis in self._layout.layout.items():
             names.check(dim)
@@ -65,58 +55,57 @@ class LayoutCut(Cut):
                     f"that dim has {atom.size} elements and the axis {self._layout.axes[axis]} devices",
                 )
         self._axes = Axes(self._groups, cuts)
-        for traced, found in traces:
-            self._graphs.append((traced, GraphRewriter(found, self._axes, self._usage).rewrite()))
-        self._check_usage()
-        model.forward = self._forward
+        rewriter = GraphRewriter(dims, self._axes, self._usage, {}, decided=False)
+        rewriter.rewrite()  # to find out how parameters are used
+        if rewriter.whole and self.peers.first:
+            most = sorted(rewriter.whole.items(), key=lambda entry: -entry[1])[:3]
+            told = ", ".join(f"{name} ({elements:,} elements)" for name, elements in most)
+            warnings.warn(f"layout: computed whole on every device, which costs time: {told}", stacklevel=2)
 
-    def train(self, loss: Loss, model: nn.Module, batch: Any, weight: Weight, check: Check) -> LossPart:
-        if self._loss_check is not None:
-            return super().train(loss, model, batch, weight, check)
-        in_parts = [p for name, p in model.named_parameters() if self.part_of(name).index]
-        with LossCheck(in_parts) as self._loss_check:  # once: what a loss uses does not change from step to step
-            return super().train(loss, model, batch, weight, check)
+    def open(self, call: CallGraph) -> Callable[[list[torch.Tensor]], list[Any]]:
+        dims, axes = self._as_decided(call)
+        part = GraphRewriter(dims, axes, self._usage, statistics_of(self.model), decided=True).rewrite()
+        run = part.runs(
+            part.nodes,
+            [*part.inputs, *part.tensors.values(), *part.constants],
+            [value for value in part.returned if not isinstance(value, torch.Tensor)],
+        )
+        names, constants = list(part.tensors), list(part.constants.values())
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._loss_check is None:
-            return self._computed(args, kwargs)
-        self._loss_check.in_forward = True
-        try:
-            return self._computed(args, kwargs)
-        finally:
-            self._loss_check.in_forward = False
+        def compute(inputs: list[torch.Tensor]) -> list[Any]:
+            return list(run(*inputs, *(self.tensors[name] for name in names), *constants))
 
-    def _computed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        leaves, spec = tree_flatten((args, kwargs))
-        for traced, graph in self._graphs:
-            if traced.fits(self._model, leaves, spec):
-                return graph(*tensors(leaves))
-        # Another kind of call than any before.
-        traced, found = self._dimensions.trace((args, kwargs), grad=torch.is_grad_enabled())
-        self._graphs.append((traced, GraphRewriter(found, self._axes, self._usage).rewrite()))
-        return self._graphs[-1][1](*tensors(leaves))
+        return compute
 
-    def _check_usage(self) -> None:
-        """Refuses parameters whose gradient would be a summand in one operator and the same on all devices in
-        another."""
-        for name, axes in self._usage.summand.items():
-            mixed = axes & self._usage.alike.get(name, set())
-            if mixed:
+    def _as_decided(self, call: CallGraph) -> tuple[GraphDims, Axes]:
+        """Returns the dims of a graph, and the axes: parameters are cut as they are, whatever it joins and splits."""
+        dimensions = ModelDims(self.model)
+        cuts: dict[Atom, str] = {}
+        for name, dims in dimensions.parameters.items():
+            for dim, first in zip(dims, self._dimensions.parameters[name], strict=True):
+                factors = [Atom(leaf.size) for leaf in leaves(first)]
+                join(dim, factors)
+                for factor, leaf in zip(leaves(factors), leaves(first), strict=True):
+                    if (axis := self._axes.of(leaf)) is not None:
+                        cuts[factor] = axis
+        found = dimensions.add(call)
+        for atom in cuts:
+            if len(atom.leaves()) > 1:
                 raise ModelError(
-                    "layout",
-                    name,
-                    f"it is used both in operators that are cut along {sorted(mixed)[0]} and in ones that are not; "
-                    "lay another dim along that axis",
+                    "layout", f"a dim of {atom.size}", "called like this the model divides it further than in the loss"
                 )
+        return found, Axes(self._groups, {atom.find(): axis for atom, axis in cuts.items()})
 
     # ── parts ────────────────────────────────────────────────────────────────────────────────────────────
 
     def part_of(self, name: str) -> TensorPart:
         dims = self._dimensions.parameters[name]
         cuts = self._axes.cuts(dims)
-        summand = self._usage.summand.get(name, set())
         # Along an axis it does not lie along, either everybody has a summand or the first one speaks for all.
-        adds = all(axis in cuts.values() or axis in summand or self._coordinates[axis] == 0 for axis in self._groups)
+        adds = all(
+            axis in cuts.values() or self._usage.is_summand(name, axis) or self._coordinates[axis] == 0
+            for axis in self._groups
+        )
         if not cuts:
             return WHOLE if adds else SAME
         holder = {axis: 0 if axis in cuts.values() else at for axis, at in self._coordinates.items()}

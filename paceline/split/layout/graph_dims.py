@@ -1,87 +1,80 @@
-"""The dims of everything in one graph of a model: what each node does with those of its operands.
+"""The dims of everything in one graph of a computation: what each operator does with those of its operands.
 
-Rules (`rules.py`) say that, one for each kind of operator; this is what they read, and where it is kept.
+Rules (`rules.py`) say that, one for each family of operators; this is what they read, and where it is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
+from paceline.graph.call_graph import CallGraph
+from paceline.graph.operators import changed_by, changed_groups, name_of
 from paceline.split.layout.atoms import Atom, Dim, Dims
+from paceline.torch_private import schema_of
 
 
 @dataclass
 class Op:
-    """What a node does: the dims of its result, of a module's parameters, and which must be whole or are added up."""
+    """What an operator does: the dims of its result, which of its operands' must be whole, which are added up."""
 
     out: Any  # Dims, or a tuple of Dims; None: no tensor
     whole: list[Dim] = field(default_factory=list)
     summed: list[Dim] = field(default_factory=list)
-    parameters: dict[str, Dims] = field(default_factory=dict)  # by name inside the module
-    late: frozenset[str] = frozenset()  # parameters that are added after the sum
+    late: frozenset[str] = frozenset()  # arguments that are added after the sum
     kind: str = ""  # of operators that are computed in another way when they are cut: those that `rewrite` knows
+    has_rule: bool = True
 
 
 class GraphDims:
     """The dims of everything in one graph. Parameters have theirs in common with other graphs of the same model."""
 
-    def __init__(self, model: nn.Module, graph: fx.Graph, values: dict[str, Any], parameters: dict[str, Dims]) -> None:
-        self.model = model
-        self.graph = graph
-        self.values = values
+    def __init__(self, call: CallGraph, parameters: Mapping[str, Dims]) -> None:
+        self.call = call
         self.parameters = parameters  # by name
         self.dims: dict[fx.Node, Any] = {}
         self.ops: dict[fx.Node, Op] = {}
         self.inputs: list[Dims] = []
+        self.seen_as: list[tuple[Dim, str]] = []  # dims of parameters, and as what an operator has used them
+        self.changing = changed_groups(call.nodes)
 
-    def join(self, rule_of: Callable[[nn.Module, fx.Node], Rule | None]) -> None:
-        """Goes through the graph, and lets the rule of every node join the dims that are the same."""
-        for node in self.graph.nodes:
-            self.ops[node] = op = self._op(node, rule_of)
+    def join(self, rules: Mapping[str, Rule]) -> None:
+        """Goes through the graph, and lets the rule of every operator join the dims that are the same."""
+        for name, node in self.call.tensors.items():
+            self.dims[node] = self.parameters[name]
+        for node in (*self.call.inputs, *self.call.constants):
+            self.dims[node] = self.fresh(self.call.values[node])
+        self.inputs = [self.dims[node] for node in self.call.inputs]
+        for node in self.call.nodes:
+            self.ops[node] = op = self._op(node, rules)
             self.dims[node] = op.out
 
-    def _op(self, node: fx.Node, rule_of: Callable[[nn.Module, fx.Node], Rule | None]) -> Op:
-        value = self.values[node.name]
-        if node.op == "placeholder":
-            dims = self.fresh(value)
-            self.inputs.append(dims)
-            return Op(dims)
-        if node.op == "get_attr":
-            return Op(self.parameters.get(str(node.target)) or self.fresh(value))
-        if node.op == "output" or not has_tensors(value):
-            return Op(None)
-        rule = rule_of(self.model, node)
+    def _op(self, node: fx.Node, rules: Mapping[str, Rule]) -> Op:
+        if not has_tensors(self.call.values[node]) and not any(changed_by(node)):
+            return Op(None, whole=self._all_of(node))
+        if node in self.changing:
+            return self._alike(node)  # who changes a part of something, or a view of it, must have all of it
+        rule = rules.get(name_of(node).removesuffix("_"))
         op = rule(self, node) if rule is not None else None
         return op if op is not None else self._alike(node)
 
     def _alike(self, node: fx.Node) -> Op:
         """Returns what an operator without a rule does: all operands are whole, and all devices compute the same."""
-        whole = [dim for operand in node.all_input_nodes for dim in flat_dims(self.dims[operand])]
-        op = Op(self.fresh(self.values[node.name]), whole=whole)
-        if node.op == "call_module":
-            prefix = str(node.target)
-            for name, _ in self.model.get_submodule(prefix).named_parameters():
-                if (dims := self.parameters.get(f"{prefix}.{name}")) is not None:
-                    op.parameters[name] = dims
-                    op.whole += dims
-        return op
+        return Op(self.fresh(self.call.values[node]), whole=self._all_of(node), has_rule=False)
 
-    def first_name(self, name: str) -> str:
-        """Returns the first of a tied parameter's names, by which it goes."""
-        dims = self.parameters[name]
-        return next(first for first, own in self.parameters.items() if own is dims)
+    def _all_of(self, node: fx.Node) -> list[Dim]:
+        return [dim for operand in node.all_input_nodes for dim in flat_dims(self.dims[operand])]
 
     # ── for rules ────────────────────────────────────────────────────────────────────────────────────────
 
     def fresh(self, value: Any) -> Any:
         """Returns new dims for a value: one atom each."""
         if isinstance(value, torch.Tensor):
-            return [[Atom(size)] for size in value.shape]
+            return [[Atom(int(size))] for size in value.shape]
         if isinstance(value, (tuple, list)):
             return tuple(self.fresh(item) for item in value)
         return None
@@ -91,20 +84,28 @@ class GraphDims:
         dims = self.dims.get(node) if isinstance(node, fx.Node) else None
         return dims if isinstance(dims, list) else []
 
+    def value(self, node: Any) -> Any:
+        """Returns what a node gives, as a tensor without values."""
+        return self.call.values[node]
+
     def shape(self, node: fx.Node) -> tuple[int, ...]:
         """Returns the shape of the tensor that a node gives."""
-        return tuple(self.values[node.name].shape)
+        return tuple(self.call.values[node].shape)
 
-    def module(self, node: fx.Node) -> nn.Module:
-        """Returns the module that a node calls."""
-        return self.model.get_submodule(str(node.target))
-
-    def own(self, node: fx.Node, name: str) -> Dims | None:
-        """Returns the dims of a parameter of the module that a node calls; None if it has no such parameter."""
-        return self.parameters.get(f"{node.target}.{name}")
+    def note(self, dims: Iterable[Dim], word: str) -> None:
+        """Notes as what an operator uses these dims."""
+        self.seen_as += [(dim, word) for dim in dims]
 
 
 Rule = Callable[[GraphDims, fx.Node], Op | None]
+
+
+def given(node: fx.Node) -> dict[str, Any]:
+    """Returns the arguments of an operator by the names in its schema, defaults included."""
+    arguments = schema_of(node.target).arguments
+    found = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    found |= {argument.name: value for argument, value in zip(arguments, node.args, strict=False)}
+    return found | dict(node.kwargs)
 
 
 def has_tensors(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The dims of a model, from tracing it: which are the same, and what they are called."""
+"""The dims of a model, from the graphs of what is computed with it: which are the same, and what they are called."""
 
 from __future__ import annotations
 
@@ -7,50 +7,40 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from paceline.split.cut import Example
-from paceline.split.layout.atoms import Atom, Dims
-from paceline.split.layout.graph import Shapes, follow, on_meta
+from paceline.graph.call_graph import CallGraph
+from paceline.optim.models import own_state
+from paceline.split.layout.atoms import Atom, Dim, Dims
 from paceline.split.layout.graph_dims import GraphDims
 from paceline.split.layout.names import Names
-from paceline.split.layout.rules import rule_of
-from paceline.split.trace import Traced, tensors
-from paceline.torch_private import tree_leaves
+from paceline.split.layout.rules import RULES
 
 
 class ModelDims:
-    """The dims of a model's parameters and what they are called, from one or more ways of calling it."""
+    """The dims of a model's parameters and buffers, and what they are called, from one or more graphs."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._forward = model.forward
-        self.meta = on_meta(model)
+        self._model = own_state(model)
         self.parameters: dict[str, Dims] = {}
         of: dict[torch.Tensor, Dims] = {}  # tied ones are one
         for name, tensor in (
-            *self.meta.named_parameters(remove_duplicate=False),
-            *self.meta.named_buffers(remove_duplicate=False),
+            *self._model.named_parameters(remove_duplicate=False),
+            *self._model.named_buffers(remove_duplicate=False),
         ):
             self.parameters[name] = of.setdefault(tensor, [[Atom(size)] for size in tensor.shape])
         self._inputs: list[Dims] = []
+        self._seen_as: list[tuple[Dim, str]] = []
 
-    def trace(self, example: Example, *, grad: bool) -> tuple[Traced, GraphDims]:
-        """Traces the model, called so, in the mode it is in. Returns the operations and their dims, joined where
-        they are the same."""
-        traced = follow(self._model, self._forward, example, grad=grad)
-        for node in traced.graph.nodes:  # tensors that came from elsewhere have become attributes of the model
-            if node.op == "get_attr" and "." not in node.target and not hasattr(self.meta, node.target):
-                setattr(self.meta, node.target, torch.empty_like(getattr(self._model, node.target), device="meta"))
-        for empty, module in zip(self.meta.modules(), self._model.modules(), strict=True):
-            empty.training = module.training
-        shapes = Shapes(self.meta, traced.graph).of(tensors(tree_leaves(example)))
-        found = GraphDims(self._model, traced.graph, shapes, self.parameters)
-        found.join(rule_of)
+    def add(self, call: CallGraph) -> GraphDims:
+        """Returns the dims of everything in a graph, joined where they are the same."""
+        found = GraphDims(call, self.parameters)
+        found.join(RULES)
         self._inputs += found.inputs
-        return traced, found
+        self._seen_as += found.seen_as
+        return found
 
     def names(self, patterns: Mapping[str, str]) -> Names:
         """Returns the names of all dims, the user's own first."""
-        trained = {name: self.parameters[name] for name, _ in self.meta.named_parameters()}
-        names = Names(self._model, trained, self._inputs)
+        trained = {name: self.parameters[name] for name, _ in self._model.named_parameters()}
+        names = Names(trained, self._inputs, self._seen_as)
         names.give(patterns)
         return names

@@ -1,9 +1,10 @@
-"""Names for dims: those the user gives by pattern, and for the rest what they are in the model.
+"""Names for dims: those the user gives by pattern, and for the rest as what operators use them.
 
-vocab     the rows of an embedding            embed     what goes from layer to layer: an embedding's width, or the
-heads     the factors of an attention's dims             model's input where some layer gives the same again
-hidden    given by one layer, taken by the    in, out   taken from the input, given at the end
-          next; `channels` of convolutions
+vocab     the rows of an embedding            embed     what goes from layer to layer: an embedding's width, what is
+length    those of one by position                      normalized, or the input where some layer gives the same again
+heads     the factors of an attention's dims  hidden    given by one layer, taken by the next; `channels` of
+width     of one head                                   convolutions
+                                              in, out   taken from the input, given at the end
 """
 
 from __future__ import annotations
@@ -14,18 +15,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import nn
-
 from paceline.errors import StrategyError, nearest_first
-from paceline.split.layout.atoms import Atom, Dims, leaves
+from paceline.split.layout.atoms import Atom, Dim, Dims, leaves
 from paceline.split.values import BATCH
-from paceline.torch_private import AnyBatchNorm
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_LAYERS = (*_CONVOLUTIONS, nn.Linear, nn.LayerNorm, nn.RMSNorm, AnyBatchNorm, nn.MultiheadAttention)
-
-
-_Role = tuple[str, type[nn.Module], tuple[int, ...], int, int]  # what atoms in blocks that are alike have in common
+_Role = tuple[str, frozenset[str], tuple[int, ...], int, int]  # what atoms in blocks that are alike have in common
 
 
 @dataclass(frozen=True)
@@ -41,19 +35,28 @@ class Seen:
 class Names:
     """The names of all atoms of a model's parameters."""
 
-    def __init__(self, model: nn.Module, parameters: Mapping[str, Dims], inputs: Sequence[Dims]) -> None:
-        self._model = model
+    def __init__(
+        self, parameters: Mapping[str, Dims], inputs: Sequence[Dims], seen_as: Sequence[tuple[Dim, str]]
+    ) -> None:
+        """`seen_as`: dims, and as what operators have used them."""
         self._parameters = parameters
         self._input_atoms = {leaf for dims in inputs for dim in dims[1:] for leaf in leaves(dim)}
+        self._words: dict[Atom, set[str]] = {}
+        for dim, word in seen_as:
+            factors = leaves(dim)
+            for number, leaf in enumerate(factors):
+                counts = len(factors) == 1 or word == "kernel" or (word == "heads" and number == 0)
+                self._words.setdefault(leaf, set()).add(word if counts else "factor")
         self._seen: dict[Atom, list[Seen]] = {}
         for name, dims in parameters.items():
             for number, dim in enumerate(dims):
                 factors = leaves(dim)
                 for factor, leaf in enumerate(factors):
-                    if leaf.size == 1 or (number > 1 and isinstance(self._module(name), _CONVOLUTIONS)):
+                    if leaf.size == 1 or "kernel" in self._words.get(leaf, ()):
                         continue  # a kernel's extent is nobody else's
                     self._seen.setdefault(leaf, []).append(Seen(name, number, factor, len(factors)))
         self._of: dict[Atom, str] = {}
+        self._by_itself: set[Atom] = set()  # those that the user has not named
 
     def give(self, patterns: Mapping[str, str]) -> None:
         """Gives all of them a name: first as the user says, by pattern, then the others."""
@@ -64,7 +67,7 @@ class Names:
             if own:
                 name = sorted(own)[0]
             else:
-                name = _unused(self._meaning(group), taken)
+                name = self._free_name(self._meaning(group), group, taken)
                 taken.add(name)
             for atom in group:
                 self._of.setdefault(atom, name)
@@ -126,7 +129,8 @@ class Names:
         groups: list[list[Atom]] = []
         of: dict[_Role, list[Atom]] = {}
         for atom, places in self._seen.items():
-            keys = [self._role(place) for place in places]
+            words = frozenset(self._words.get(atom, ()))
+            keys = [self._role(place, words) for place in places]
             home = next((of[key] for key in keys if key in of and self._fits(of[key], atom)), None)
             if home is None:
                 home = []
@@ -136,46 +140,45 @@ class Names:
                 of.setdefault(key, home)
         return groups
 
-    def _role(self, place: Seen) -> _Role:
+    def _role(self, place: Seen, words: frozenset[str]) -> _Role:
         shape = tuple(leaf.size for dim in self._parameters[place.parameter] for leaf in leaves(dim))
-        return re.sub(r"\d+", "*", place.parameter), self._kind(place.parameter), shape, place.dim, place.factor
+        return re.sub(r"\d+", "*", place.parameter), words, shape, place.dim, place.factor
+
+    def _free_name(self, meaning: str, group: list[Atom], taken: set[str]) -> str:
+        """Returns the name, or the first numbered one, that no other dim of the same parameters has, nor one of another
+        size or that the user has named."""
+        for number in itertools.count(1):
+            name = meaning if number == 1 else f"{meaning}{number}"
+            others = self.named(name)
+            if name not in taken or (
+                others & self._by_itself
+                and {atom.size for atom in others} == {atom.size for atom in group}
+                and all(self._fits(group, other) for other in others)
+            ):
+                self._by_itself.update(group)
+                return name
+        raise AssertionError("numbers end")
 
     def _fits(self, group: list[Atom], atom: Atom) -> bool:
         theirs = {place.parameter for other in group for place in self._seen[other]}
         return not any(place.parameter in theirs for place in self._seen[atom])
 
     def _meaning(self, group: list[Atom]) -> str:
+        words = set().union(*(self._words.get(atom, set()) for atom in group))
+        for word, name in (("rows", "vocab"), ("positions", "length"), ("heads", "heads"), ("table", "embed")):
+            if word in words:
+                return name
         places = [place for atom in group for place in self._seen[atom]]
-        kinds = {self._kind(place.parameter) for place in places}
-        embedding = {place.dim for place in places if self._kind(place.parameter) is nn.Embedding}
-        if 0 in embedding:
-            return "vocab"
-        if 1 in embedding:
-            return "embed"
         factor = next((place for place in places if place.factors > 1), None)
         if factor is not None:
             behind = factor.factors - 1 - factor.factor
             return ("width", "heads", "parts")[min(2, behind)]
-        if not any(issubclass(kind, _LAYERS) for kind in kinds):
-            return "rows"
-        gives, takes = (any(self._matrix(place) and place.dim == dim for place in places) for dim in (0, 1))
         fed = any(atom in self._input_atoms for atom in group)
-        if nn.LayerNorm in kinds or nn.RMSNorm in kinds or (fed and gives):
+        if "normalized" in words or (fed and "given" in words):
             return "embed"
-        if gives and takes:
-            return "channels" if kinds & set(_CONVOLUTIONS) else "hidden"
-        return "in" if takes else "out" if gives else "hidden"
-
-    def _matrix(self, place: Seen) -> bool:
-        return len(self._parameters[place.parameter]) > 1
-
-    def _kind(self, parameter: str) -> type[nn.Module]:
-        return type(self._module(parameter))
-
-    def _module(self, parameter: str) -> nn.Module:
-        return self._model.get_submodule(parameter.rpartition(".")[0])
-
-
-def _unused(name: str, taken: set[str]) -> str:
-    numbered = (f"{name}{number}" for number in itertools.count(2))
-    return next(found for found in itertools.chain([name], numbered) if found not in taken)
+        if words & {"channels given", "channels taken"}:
+            both = words & {"channels given", "given"} and words & {"channels taken", "taken"}
+            return "channels" if both else "in" if "channels taken" in words else "out"
+        if words >= {"given", "taken"}:
+            return "hidden"
+        return "in" if "taken" in words else "out" if "given" in words else "rows"

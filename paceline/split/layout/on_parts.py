@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from paceline.exchange.mailboxes import DeviceGroup
+from paceline.optim.batchnorm import exact_batch_norm
 from paceline.split.collectives import bounds, copied, gathered, reduced, sliced
-from paceline.split.tiles.needed_rows import paddings
 
 
 def take_part(x: torch.Tensor, group: DeviceGroup, dim: int, whole: int, inner: int) -> torch.Tensor:
@@ -31,63 +33,58 @@ def _unflat(x: torch.Tensor, dim: int, middle: int, inner: int) -> torch.Tensor:
     return x.reshape(*x.shape[:dim], -1, middle, inner, *x.shape[dim + 1 :])
 
 
-def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    shape: Sequence[int],
-    groups: Sequence[DeviceGroup],
-) -> torch.Tensor:
-    """Returns x @ weight where the input dim is in parts: every device has a summand; the bias is added once."""
-    # As it is, if that will do: the gradient of a parameter may be computed where it goes, that of a view may not.
-    weight = weight if weight.shape == tuple(shape) else weight.reshape(tuple(shape))
-    bias = bias.reshape(-1) if bias is not None else None
-    if not groups:
-        return F.linear(x, weight, bias)
-    found = F.linear(x, weight)
+def _summed(found: torch.Tensor, groups: Sequence[DeviceGroup]) -> torch.Tensor:
     for group in groups:
         found = reduced(found, group)
+    return found
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, groups: Sequence[DeviceGroup]
+) -> torch.Tensor:
+    """Returns x @ weight where the input dim may be in parts: every device has a summand; the bias is added once."""
+    if not groups:
+        return F.linear(x, weight, bias)
+    found = _summed(F.linear(x, weight), groups)
     return found if bias is None else found + bias
+
+
+def added_product(bias: torch.Tensor, x: torch.Tensor, y: torch.Tensor, groups: Sequence[DeviceGroup]) -> torch.Tensor:
+    """Returns bias + x @ y, where what is summed over may be in parts."""
+    return torch.addmm(bias, x, y) if not groups else _summed(x @ y, groups) + bias
 
 
 def convolve(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    module: Any,
-    channel_groups: int,
+    options: dict[str, Any],
     groups: Sequence[DeviceGroup],
 ) -> torch.Tensor:
-    """Returns the same for a convolution whose input channels are in parts; `channel_groups` of the module's are
-    here."""
+    """Returns the same for a convolution whose input channels may be in parts."""
     convolution: Any = (F.conv1d, F.conv2d, F.conv3d)[weight.dim() - 3]
-    padding = module.padding
-    if module.padding_mode != "zeros":
-        around = paddings(padding, module.kernel_size, module.dilation)
-        last_dim_first = [amount for pair in reversed(around) for amount in pair]
-        x, padding = F.pad(x, last_dim_first, mode=module.padding_mode), 0
-    found: torch.Tensor = convolution(
-        x, weight, bias if not groups else None, module.stride, padding, module.dilation, channel_groups
-    )
-    for group in groups:
-        found = reduced(found, group)
-    return found if bias is None or not groups else found + bias.view(1, -1, *[1] * (found.dim() - 2))
+    if not groups:
+        return convolution(x, weight, bias, **options)  # type: ignore[no-any-return]
+    found = _summed(convolution(x, weight, None, **options), groups)
+    return found if bias is None else found + bias.view(1, -1, *[1] * (found.dim() - 2))
 
 
 def look_up(
-    ids: torch.Tensor, weight: torch.Tensor, module: Any, start: int, groups: Sequence[DeviceGroup]
+    ids: torch.Tensor, weight: torch.Tensor, padding_idx: int, start: int, groups: Sequence[DeviceGroup]
 ) -> torch.Tensor:
     """Returns rows of a table of which this device has those from `start` on: who has a row gives it, the others
     zeros."""
     rows = weight.size(0)
     own = ids - start
     here = (own >= 0) & (own < rows)
-    padding = module.padding_idx - start if module.padding_idx is not None else -1
+    padding = padding_idx - start if padding_idx >= 0 else -1
     found = F.embedding(own.clamp(0, max(0, rows - 1)), weight, padding if 0 <= padding < rows else None)
-    found = found * here.unsqueeze(-1)
-    for group in groups:
-        found = reduced(found, group)
-    return found
+    return _summed(found * here.unsqueeze(-1), groups)
+
+
+def mean(x: torch.Tensor, dims: Sequence[int], keep: bool, count: int, kind: torch.dtype | None) -> torch.Tensor:
+    """Returns this device's summand of a mean over `count` elements."""
+    return x.sum(list(dims), keepdim=keep, dtype=kind) / count
 
 
 def layer_norm(
@@ -96,80 +93,139 @@ def layer_norm(
     """Normalizes over a last dim that is in parts: two sums over the devices, about as many numbers as there are
     samples."""
 
-    def mean(values: torch.Tensor) -> torch.Tensor:
+    def over_all(values: torch.Tensor) -> torch.Tensor:
         return copied(reduced(values.sum(-1, keepdim=True), group), group) / whole
 
-    centred = x - mean(x)
-    found = centred * torch.rsqrt(mean(centred.square()) + eps)
+    centred = x - over_all(x)
+    found = centred * torch.rsqrt(over_all(centred.square()) + eps)
     found = found * weight if weight is not None else found
     return found + bias if bias is not None else found
 
 
-def dropout(
-    x: torch.Tensor, p: float, training: bool, cuts: Sequence[tuple[int, int, int, DeviceGroup]]
+def batch_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    variance: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    statistics: Any,
 ) -> torch.Tensor:
-    """Drops as one process does: the mask of the whole tensor is drawn, and this device's part of it is used."""
-    if not training or p == 0.0:
-        return x
-    shape = list(x.shape)
-    for dim, whole, _, group in cuts:
-        part = bounds(whole, group.count)
-        shape[dim] = shape[dim] // (part[group.index + 1] - part[group.index]) * whole
-    mask = torch.empty(shape, dtype=x.dtype).bernoulli_(1 - p).div_(1 - p)
-    for dim, whole, inner, group in cuts:
-        part = bounds(whole, group.count)
-        cut = _unflat(mask, dim, whole, inner)
-        mask = cut.narrow(dim + 1, part[group.index], part[group.index + 1] - part[group.index]).flatten(dim, dim + 2)
-    return x * mask
+    """Normalizes channels, over all replicas where their statistics are added up."""
+    if training and statistics is not None and statistics.sum is not None:
+        return exact_batch_norm(x, weight, bias, mean, variance, momentum, eps, statistics.sum)
+    return F.batch_norm(x, mean, variance, weight, bias, training, momentum, eps)
 
 
-def dropout_module(x: torch.Tensor, module: Any, cuts: Sequence[tuple[int, int, int, DeviceGroup]]) -> torch.Tensor:
-    """Does the same for nn.Dropout, in the mode in which the module is when it is called."""
-    return dropout(x, module.p, module.training, cuts)
+# ── what is drawn ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class WholeMask:
+    """What one process would drop of a tensor of which this device has parts: the mask of all of it is drawn."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in which order its elements are drawn
+    cuts: tuple[tuple[int, int, int, DeviceGroup], ...]  # dim, whole size of the factor, size of what is behind, group
+
+    def draw(self, p: float, kind: torch.dtype) -> torch.Tensor:
+        """Returns this device's part of the mask, scaled."""
+        mask = torch.empty_strided(self.shape, self.strides, dtype=kind).bernoulli_(1 - p).div_(1 - p)
+        for dim, whole, inner, group in self.cuts:
+            ends = bounds(whole, group.count)
+            start, stop = ends[group.index], ends[group.index + 1]
+            if math.prod(mask.shape[dim : dim + 1]) == whole * inner and inner == 1:
+                mask = mask.narrow(dim, start, stop - start)
+            else:
+                mask = _unflat(mask, dim, whole, inner).narrow(dim + 1, start, stop - start).flatten(dim, dim + 2)
+        return mask
+
+
+def dropout(x: torch.Tensor, p: float, mask: WholeMask) -> torch.Tensor:
+    """Drops as one process does."""
+    return x * mask.draw(p, x.dtype)
 
 
 def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    module: Any,
-    heads: int,
-    groups: Sequence[DeviceGroup],
-    options: dict[str, Any],
-) -> tuple[torch.Tensor, None]:
-    """Does what nn.MultiheadAttention does for some of the heads: `in_proj_weight` is (3, heads, width, embed) of
-    those."""
-    width = module.head_dim
-    weights = module.in_proj_weight.reshape(3, heads * width, -1)
-    biases = module.in_proj_bias.reshape(3, -1) if module.in_proj_bias is not None else [None] * 3
-    projected = []
-    for x, weight, bias in zip((query, key, value), weights, biases, strict=True):
-        x = x if module.batch_first else x.transpose(0, 1)
-        projected.append(F.linear(x, weight, bias).view(*x.shape[:2], heads, width).transpose(1, 2))
-    q, k, v = projected
-    mask = _mask(options, q)
-    causal = bool(options.get("is_causal")) and mask is None
-    found = F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal).transpose(1, 2).flatten(2)
-    found = F.linear(found, module.out_proj.weight.reshape(-1, heads * width))
-    for group in groups:
-        found = reduced(found, group)
-    if module.out_proj.bias is not None:
-        found = found + module.out_proj.bias
-    return (found if module.batch_first else found.transpose(0, 1)), None
+    bias: torch.Tensor | None,
+    p: float,
+    is_causal: bool,
+    scale: float | None,
+    mask: WholeMask,
+) -> torch.Tensor:
+    """Attends with some of the heads, and drops as one process does with all of them."""
+    if key.size(-3) != query.size(-3):
+        times = query.size(-3) // key.size(-3)
+        key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
+    root = math.sqrt(scale if scale is not None else 1 / math.sqrt(query.size(-1)))
+    scores = (query * root) @ (key * root).transpose(-2, -1)
+    if is_causal:
+        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        scores = scores.masked_fill(~allowed, float("-inf"))
+    if bias is not None:
+        scores = scores.masked_fill(~bias, float("-inf")) if bias.dtype == torch.bool else scores + bias
+    return (scores.softmax(-1) * mask.draw(p, scores.dtype)) @ value
 
 
-def _mask(options: dict[str, Any], q: torch.Tensor) -> torch.Tensor | None:
-    mask, padding = options.get("attn_mask"), options.get("key_padding_mask")
-    found = None
-    for given in (mask, padding[:, None, None, :] if padding is not None else None):
-        if given is None:
-            continue
-        if given.dtype == torch.bool:
-            given = torch.zeros(given.shape, dtype=q.dtype).masked_fill_(given, float("-inf"))
-        found = given if found is None else found + given
-    return found
+# ── classes in parts ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def view(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Returns `x` in that shape."""
-    return x.reshape(tuple(shape))
+def cross_entropy(
+    logits: torch.Tensor, target: torch.Tensor, reduction: int, ignored: int, start: int, group: DeviceGroup
+) -> torch.Tensor:
+    """Returns the loss of rows whose classes are in parts, of which this device has those from `start` on."""
+    of_rows, counted = _OfRows.apply(logits, target, ignored, start, group)  # type: ignore[no-untyped-call]
+    if reduction == 0:
+        return of_rows  # type: ignore[no-any-return]
+    return of_rows.sum() / counted.sum() if reduction == 1 else of_rows.sum()  # type: ignore[no-any-return]
+
+
+class _OfRows(torch.autograd.Function):
+    """log Σ exp(x) − x[target] of every row, from everybody's part of x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, target: torch.Tensor, ignored: int, start: int, group: DeviceGroup
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        counted = target != ignored
+        own = (target - start).clamp(0, x.size(1) - 1)
+        here = counted & (target >= start) & (target < start + x.size(1))
+        largest = torch.stack(group.exchange(x.amax(1))).amax(0)
+        exponentials = (x - largest[:, None]).exp_()
+        picked = x.gather(1, own[:, None])[:, 0] * here
+        total, chosen = group.all_reduce(torch.stack([exponentials.sum(1), picked]))
+        ctx.save_for_backward(exponentials, total, own, here, counted)
+        ctx.mark_non_differentiable(counted)
+        return (total.log() + largest - chosen) * counted, counted
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+        exponentials, total, own, here, counted = ctx.saved_tensors
+        dy = dy * counted
+        dx = exponentials * (dy / total)[:, None]
+        dx.scatter_add_(1, own[:, None], -(dy * here)[:, None])
+        return dx, None, None, None, None
+
+
+# ── gradients of parameters ──────────────────────────────────────────────────────────────────────────────────
+
+
+class _HeardOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: DeviceGroup) -> torch.Tensor:
+        ctx.first = group.index == 0
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return (dy if ctx.first else torch.zeros_like(dy)), None
+
+
+def heard_once(x: torch.Tensor, group: DeviceGroup) -> torch.Tensor:
+    """Returns `x`; what all find alike for its gradient is the first one's to say, where others say summands."""
+    return _HeardOnce.apply(x, group)  # type: ignore[no-untyped-call, no-any-return]

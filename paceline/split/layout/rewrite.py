@@ -8,351 +8,359 @@ Every operator works along the axes that any of its operands lie along. Then:
     a dim the operator adds up over                                  the result is summed     (`reduced`)
 
 That is all there is to it, for any number of axes. Where an operator lies along no axis nothing is added, and every
-device computes it alike.
+device computes it alike. A parameter's gradient is not summed here: its owner adds up what devices have found
+(`Usage`).
 """
 
 from __future__ import annotations
 
-import inspect
 import math
-import operator
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from paceline.errors import ModelError
 from paceline.exchange.mailboxes import DeviceGroup
+from paceline.graph.call_graph import AROUND, CallGraph
+from paceline.graph.operators import name_of
 from paceline.split.collectives import copied, reduced
 from paceline.split.layout import on_parts
-from paceline.split.layout.atoms import Atom, Dim, leaves
+from paceline.split.layout.atoms import Atom, Dim, leaves, size
 from paceline.split.layout.axes import Axes, Cuts, Usage
-from paceline.split.layout.graph_dims import GraphDims, Op, flat_dims
-from paceline.torch_private import tree_flatten, tree_unflatten
+from paceline.split.layout.graph_dims import GraphDims, Op, flat_dims, given
+
+Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class GraphRewriter:
-    """Rewrites a graph, of which the dims are known, for this device."""
+    """Makes, of a graph of which the dims are known, the one of this device."""
 
-    def __init__(self, dims: GraphDims, axes: Axes, usage: Usage) -> None:
-        self._graph_dims = dims
-        self._graph = dims.graph
-        self._axes = axes
-        self._usage = usage
-        self._cut: dict[fx.Node, Cuts] = {}
+    def __init__(
+        self, dims: GraphDims, axes: Axes, usage: Usage, statistics_of: Mapping[str, Any], *, decided: bool
+    ) -> None:
+        """`statistics_of`: how the statistics of a BatchNorm are added up, by its name. `decided`: `usage` is what
+        holds; otherwise it is found out."""
+        self._dims, self._axes, self._usage, self._decided = dims, axes, usage, decided
+        self._statistics_of = statistics_of
+        self._graph = fx.Graph()
+        self._new: dict[fx.Node, fx.Node] = {}
+        self._cut: dict[fx.Node, Cuts] = {}  # of nodes of the old graph
         self._known: dict[tuple[Any, ...], fx.Node] = {}  # what was made of a node already
+        self._names = dims.call.names
+        self._mode = AROUND
+        self.whole: dict[str, int] = {}  # operators that had parts put together for want of a rule: elements
 
-    def rewrite(self) -> fx.GraphModule:
-        """Returns what this device runs in the place of the model's forward."""
-        for node in list(self._graph.nodes):
-            op = self._graph_dims.ops[node]
-            if node.op == "placeholder":
-                self._cut[node] = {}
-            elif node.op == "get_attr":
-                self._cut[node] = (
-                    self._axes.cuts(flat_dims(op.out)) if str(node.target) in self._graph_dims.parameters else {}
-                )
-            elif node.op == "output":
-                self._put_all_together(node)
-            elif op.out is None:
-                self._plain_numbers(node)
-            else:
-                self._operator(node, op)
+    def rewrite(self) -> CallGraph:
+        """Returns what this device runs in the place of the whole graph."""
+        call = self._dims.call
+        for node in (*call.inputs, *call.tensors.values(), *call.constants):
+            self._new[node] = self._graph.placeholder(node.name)
+            self._cut[node] = self._axes.cuts(self._dims.dims[node]) if node in self._names else {}
+        for node in call.nodes:
+            self._mode = node.meta.get("mode", AROUND)
+            self._operator(node, self._dims.ops[node])
+        self._mode = AROUND
+        returned = [self._returned(value) for value in call.returned]
+        self._graph.output(tuple(returned))
         self._graph.lint()
-        return fx.GraphModule(self._graph_dims.model, self._graph)
+        return CallGraph(
+            self._graph,
+            [self._new[node] for node in call.inputs],
+            {name: self._new[node] for name, node in call.tensors.items()},
+            {self._new[node]: tensor for node, tensor in call.constants.items()},
+            returned,
+            call.structure,
+        )
 
     # ── an operator ──────────────────────────────────────────────────────────────────────────────────────
 
     def _operator(self, node: fx.Node, op: Op) -> None:
-        axes = self._axes
-        needed = {leaf for dim in op.whole for leaf in leaves(dim)}
-        own = {name: axes.cuts(dims) for name, dims in op.parameters.items()}
-        for name, cuts in own.items():
-            for atom in cuts:
-                if atom in needed:
-                    raise ModelError(
-                        "layout",
-                        f"{node.target}.{name}",
-                        f"{self._what(node)} cannot be cut along that dim; leave it out of the layout, or name this "
-                        "one otherwise (dims)",
-                    )
-        operands = [
-            operand for operand in node.all_input_nodes if isinstance(self._graph_dims.dims[operand], (list, tuple))
-        ]
-        target: Cuts = {}
-        for cuts in (*own.values(), *(self._cut[operand] for operand in operands)):
-            target |= {atom: axis for atom, axis in cuts.items() if atom not in needed}
-        self._check_axes(node, op, target)
+        operands = node.all_input_nodes
+        needed, target = self._works_along(node, op, operands)
         working = set(target.values())
-        new: dict[fx.Node, fx.Node] = {}
-        with self._graph.inserting_before(node):
-            for operand in operands:
-                new[operand] = self._fitted(operand, needed, target, working)
-        for operand, fitted in new.items():
-            node.replace_input_with(operand, fitted)
-        for operand in operands:
-            if operand.op == "get_attr" and str(operand.target) in self._graph_dims.parameters:
-                self._usage.note(self._graph_dims.first_name(str(operand.target)), axes, self._cut[operand], working)
         summed = {leaf for dim in op.summed for leaf in leaves(dim)}
         over = [target[atom] for atom in target if atom in summed]
+        late = {given(node)[name] for name in op.late if isinstance(given(node).get(name), fx.Node)}
+        fitted = {
+            operand: self._fitted(node, operand, needed, target, working - set(over) if operand in late else working)
+            for operand in operands
+        }
+        self._new[node] = self._local(node, op, target, [self._axes.groups[axis] for axis in over], fitted)
         out_atoms = {leaf for dim in flat_dims(op.out) for leaf in leaves(dim)}
-        for name, cuts in own.items():
-            # What is added after the sum is not part of the summands.
-            late = set(over) if name in op.late else set()
-            self._usage.note(self._graph_dims.first_name(f"{node.target}.{name}"), axes, cuts, working - late)
-        result = self._local(node, op, target, over)
-        cut = {atom: axis for atom, axis in target.items() if atom in out_atoms}
-        self._cut[result] = cut
-        if result is not node:
-            self._graph_dims.dims[result] = self._graph_dims.dims[node]
+        self._cut[node] = {atom: axis for atom, axis in target.items() if atom in out_atoms}
 
-    def _what(self, node: fx.Node) -> str:
-        return type(self._graph_dims.module(node)).__name__ if node.op == "call_module" else str(node.target)
+    def _works_along(self, node: fx.Node, op: Op, operands: Sequence[fx.Node]) -> tuple[set[Atom], Cuts]:
+        """Returns the atoms that must be whole, and those that are in parts with their axes."""
+        needed = {leaf for dim in op.whole for leaf in leaves(dim)}
+        kept = {leaf for dim in (*flat_dims(op.out), *op.summed) for leaf in leaves(dim)}
+        while True:
+            target: Cuts = {}
+            for operand in operands:
+                target |= {atom: axis for atom, axis in self._cut[operand].items() if atom not in needed}
+            # What is neither in the result nor added up would be lost.
+            lost = set() if op.kind in _ENDS_A_DIM else {atom for atom in target if atom not in kept}
+            twice = self._twice(node, op, operands, target) if not lost else None
+            if not lost and twice is None:
+                break
+            needed |= lost if twice is None else {twice}
+        if not op.has_rule:
+            elements = sum(math.prod(map(size, self._dims.of(operand))) for operand in operands if self._cut[operand])
+            if elements:
+                name = name_of(node)
+                self.whole[name] = self.whole.get(name, 0) + elements
+        return needed, target
 
-    def _check_axes(self, node: fx.Node, op: Op, target: Cuts) -> None:
-        dims = [*op.parameters.values(), *([op.out] if isinstance(op.out, list) else op.out)]
-        for of_one in dims:
-            axes = [axis for atom, axis in self._axes.cuts(of_one or []).items() if atom in target]
-            twice = next((axis for axis in axes if axes.count(axis) > 1), None)
-            if twice is not None:
-                raise ModelError(
-                    "layout",
-                    f"two dims along {twice}",
-                    f"{self._what(node)} {node.name} has both in one tensor; give them different axes, or one of them "
-                    "another name (dims)",
-                )
+    def _twice(self, node: fx.Node, op: Op, operands: Sequence[fx.Node], target: Cuts) -> Atom | None:
+        """Returns an atom of a tensor that would lie along one axis with two dims; refuses a parameter's."""
+        of_operands = [(operand, self._dims.dims[operand]) for operand in operands]
+        results = op.out if isinstance(op.out, tuple) else (op.out,)
+        for operand, dims in (*of_operands, *((None, out) for out in results)):
+            seen: set[str] = set()
+            for atom in {leaf: None for dim in flat_dims(dims) for leaf in leaves(dim) if leaf in target}:
+                if target[atom] in seen:
+                    if operand is not None and operand in self._names and len(self._cut[operand]) > 1:
+                        raise ModelError(
+                            "layout",
+                            f"two dims along {target[atom]}",
+                            f"{self._names[operand]} has both; give them different axes, or one of them another name "
+                            "(dims)",
+                        )
+                    return atom
+                seen.add(target[atom])
+        return None
 
-    def _fitted(self, operand: fx.Node, needed: set[Atom], target: Cuts, working: set[str]) -> fx.Node:
+    def _fitted(self, node: fx.Node, operand: fx.Node, needed: set[Atom], target: Cuts, working: set[str]) -> fx.Node:
         """Returns the operand with the parts that the operator works on."""
-        dims = self._graph_dims.dims[operand]
-        if isinstance(dims, tuple):
-            return operand
+        dims, found = self._dims.dims[operand], self._new[operand]
+        if not isinstance(dims, list):
+            return found
+        if operand in self._names:
+            found = self._as_used(operand, found, working)
         cut = dict(self._cut[operand])
-        found = operand
+        found = self._refitted(operand, found, dims, cut, needed, target)
+        value = self._dims.value(operand)
+        if operand not in self._names and isinstance(value, torch.Tensor) and value.is_floating_point():
+            for axis in self._axes.groups:
+                if axis in working and axis not in cut.values():
+                    found = self._once(operand, found, copied, self._axes.groups[axis])
+        return found
+
+    def _as_used(self, operand: fx.Node, found: fx.Node, working: set[str]) -> fx.Node:
+        """Notes how a parameter is used, or has it used as was decided."""
+        name, own = self._names[operand], set(self._cut[operand].values())
+        if not self._decided:
+            self._usage.note(name, working - own)
+            return found
+        for axis in self._axes.groups:
+            if axis not in own and axis not in working and self._usage.is_summand(name, axis):
+                found = self._once(operand, found, on_parts.heard_once, self._axes.groups[axis])
+            elif axis not in own and axis in working and not self._usage.is_summand(name, axis):
+                found = self._once(operand, found, copied, self._axes.groups[axis])
+        return found
+
+    def _refitted(
+        self, operand: fx.Node, found: fx.Node, dims: list[Dim], cut: Cuts, needed: set[Atom], target: Cuts
+    ) -> fx.Node:
+        flat = operand not in self._names or all(len(leaves(dim)) == 1 for dim in dims) or not cut
         for number, dim in enumerate(dims):
             for leaf in leaves(dim):
                 if leaf in cut and leaf in needed:
+                    if not flat:  # a parameter's part has a dim for each factor
+                        shape = tuple(self._size(dim, cut) for dim in dims)
+                        found, flat = self._once(operand, found, torch.reshape, shape), True
                     inner = self._inner(dim, leaf, cut)
                     group = self._axes.groups[cut.pop(leaf)]
-                    found = self._once(found, on_parts.put_together, group, number, self._axes.part(leaf), inner)
+                    found = self._once(
+                        operand, found, on_parts.put_together, group, number, self._axes.part(leaf), inner
+                    )
                 elif leaf in target and leaf not in cut:
                     inner = self._inner(dim, leaf, cut)
                     cut[leaf] = target[leaf]
-                    found = self._once(
-                        found, on_parts.take_part, self._axes.groups[target[leaf]], number, leaf.size, inner
-                    )
-        self._keep(operand, found, cut)
-        value = self._graph_dims.values.get(operand.name)
-        if operand.op != "get_attr" and isinstance(value, torch.Tensor) and value.is_floating_point():
-            for axis in self._axes.groups:
-                if axis in working and axis not in cut.values():
-                    found = self._once(found, copied, self._axes.groups[axis])
-                    self._keep(operand, found, cut)
+                    group = self._axes.groups[target[leaf]]
+                    found = self._once(operand, found, on_parts.take_part, group, number, leaf.size, inner)
+        if not flat:
+            found = self._once(operand, found, torch.reshape, tuple(self._size(dim, cut) for dim in dims))
         return found
-
-    def _keep(self, origin: fx.Node, made: fx.Node, cut: Cuts) -> None:
-        self._cut[made] = cut
-        self._graph_dims.dims[made] = self._graph_dims.dims[origin]
-        self._graph_dims.values.setdefault(made.name, self._graph_dims.values.get(origin.name))
 
     def _inner(self, dim: Dim, leaf: Atom, cut: Cuts) -> int:
         atoms = leaves(dim)
-        behind = atoms[atoms.index(leaf) + 1 :]
-        return math.prod(self._axes.part(atom) if atom in cut else atom.size for atom in behind)
+        return self._size(atoms[atoms.index(leaf) + 1 :], cut)
 
-    def _once(self, node: fx.Node, function: Any, *arguments: Any) -> fx.Node:
-        """Returns a node that does `function` to `node`; for several operators it is done once, right behind the
-        node."""
-        key = (node, function, *(id(a) if isinstance(a, DeviceGroup) else a for a in arguments))
-        if key not in self._known:
-            after = node.next
-            while after.op == "placeholder":
-                after = after.next
-            with self._graph.inserting_before(after):
-                self._known[key] = self._call(function, (node, *arguments))
+    def _size(self, dim: Sequence[Atom], cut: Cuts) -> int:
+        return math.prod(self._axes.part(atom) if atom in cut else atom.size for atom in leaves(dim)) if dim else 1
+
+    def _once(self, operand: fx.Node, found: fx.Node, function: Any, *arguments: Any) -> fx.Node:
+        """Returns a node that does `function` to `found`; for several operators it is done once, unless the operand is
+        changed in place somewhere."""
+        key = (found, function, *(id(a) if isinstance(a, DeviceGroup) else a for a in arguments))
+        if key not in self._known or operand in self._dims.changing:
+            self._known[key] = self._call(function, (found, *arguments))
         return self._known[key]
 
     def _call(self, function: Any, arguments: tuple[Any, ...]) -> fx.Node:
-        """A node that calls `function`. Code is made of a graph: what is not a node goes in with the function."""
-        given, structure = tree_flatten(arguments)
-        nodes = [leaf for leaf in given if isinstance(leaf, fx.Node)]
-
-        places = [place for place, leaf in enumerate(given) if isinstance(leaf, fx.Node)]
-        flat = len(given) == len(arguments) and all(map(operator.is_, given, arguments))
+        """Returns a node that calls `function`. Code is made of a graph: what is not a node goes in with the
+        function."""
+        nodes: list[fx.Node] = []
+        places: list[int] = []
+        for place, argument in enumerate(arguments):
+            if isinstance(argument, fx.Node):
+                places.append(place)
+                nodes.append(argument)
 
         def call(*operands: Any) -> Any:
-            filled = list(given)
+            filled = list(arguments)
             for place, operand in zip(places, operands, strict=True):
                 filled[place] = operand
-            return function(*(filled if flat else tree_unflatten(filled, structure)))
+            return function(*filled)
 
-        call.__name__ = function.__name__
-        return self._graph.call_function(call, tuple(nodes))
-
-    # ── operators that are others on parts ───────────────────────────────────────────────────────────────
-
-    def _local(self, node: fx.Node, op: Op, target: Cuts, over: list[str]) -> fx.Node:
-        """Returns the node that does on parts what `node` does on whole tensors: another operator, if its kind has
-        one here (`_linear`, `_conv` …), and else the same with its result summed."""
-        groups = tuple(self._axes.groups[axis] for axis in dict.fromkeys(over))
-        on_these_parts = _ON_PARTS.get(op.kind) if target else None
-        if on_these_parts is None:
-            return self._summed(node, op, groups)
-        function, arguments = on_these_parts(self, node, op, target, groups)
-        with self._graph.inserting_before(node):
-            made = self._call(function, arguments)
-        node.replace_all_uses_with(made)
-        self._graph_dims.values[made.name] = self._graph_dims.values[node.name]
-        self._graph.erase_node(node)
+        call.__name__ = call.__qualname__ = getattr(function, "__name__", "call")
+        made = self._graph.call_function(call, tuple(nodes))
+        made.meta = {"mode": self._mode}
         return made
 
-    def _summed(self, node: fx.Node, op: Op, groups: Sequence[DeviceGroup]) -> fx.Node:
+    # ── on parts ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def _local(
+        self, node: fx.Node, op: Op, target: Cuts, groups: Sequence[DeviceGroup], fitted: dict[fx.Node, fx.Node]
+    ) -> fx.Node:
+        """Returns what this device computes of an operator, summed where it adds up over parts."""
+        build = _ON_PARTS.get(op.kind)
+        if build is not None and (target or op.kind in _ALWAYS):
+            arguments = {name: _mapped(value, fitted) for name, value in given(node).items()}
+            made = build(self, node, op, target, groups, arguments)
+            if made is not None:
+                return self._call(*made)
+        copy = self._graph.node_copy(node, fitted.__getitem__)
+        copy.meta = {"mode": self._mode}
         for group in groups:
-            with self._graph.inserting_after(node):
-                total = self._call(reduced, (node, group))
-            node.replace_all_uses_with(total, delete_user_cb=partial(operator.is_not, total))
-            self._graph_dims.ops[total] = op
-            node = total
-        return node
+            copy = self._call(reduced, (copy, group))
+        return copy
 
-    def _own(self, node: fx.Node, name: str) -> fx.Node | None:
-        if name not in self._graph_dims.ops[node].parameters:
+    def _shape(self, dims: Sequence[Dim], target: Cuts) -> tuple[int, ...]:
+        return tuple(self._size(dim, target) for dim in dims)
+
+    def _linear(self, node: fx.Node, op: Op, target: Cuts, groups: Any, a: dict[str, Any]) -> Call:
+        return on_parts.linear, (a["input"], a["weight"], a["bias"], groups)
+
+    def _added_product(self, node: fx.Node, op: Op, target: Cuts, groups: Any, a: dict[str, Any]) -> Call:
+        return on_parts.added_product, (a["self"], a["mat1"], a["mat2"], groups)
+
+    def _conv(self, node: fx.Node, op: Op, target: Cuts, groups: Any, a: dict[str, Any]) -> Call:
+        weight = self._dims.of(given(node)["weight"])
+        options = {name: a[name] for name in ("stride", "padding", "dilation")}
+        options["groups"] = 1 if a["groups"] == 1 else self._size(weight[0], target)
+        return on_parts.convolve, (a["input"], a["weight"], a["bias"], options, groups)
+
+    def _embedding(self, node: fx.Node, op: Op, target: Cuts, groups: Any, a: dict[str, Any]) -> Call | None:
+        rows = leaves(self._dims.of(given(node)["weight"])[0])
+        if not groups:
             return None
-        with self._graph.inserting_before(node):
-            return self._graph.get_attr(f"{node.target}.{name}")
+        if len(rows) > 1:
+            name = self._names.get(given(node)["weight"], "an embedding")
+            raise ModelError("layout", name, "the rows of this embedding are reshaped, and cannot be cut")
+        start, _ = self._axes.range(rows[0])
+        return on_parts.look_up, (a["indices"], a["weight"], a["padding_idx"], start, groups)
 
-    def _size(self, dim: Dim) -> int:
-        return math.prod(self._axes.part(leaf) for leaf in leaves(dim))
+    def _mean(self, node: fx.Node, op: Op, target: Cuts, groups: Any, a: dict[str, Any]) -> Call | None:
+        if not groups:
+            return None
+        rank = len(self._dims.of(node.args[0]))
+        asked = a.get("dim")
+        dims = list(range(rank)) if not asked and asked != 0 else asked if isinstance(asked, (tuple, list)) else [asked]
+        call = self._call(
+            on_parts.mean,
+            (a["self"], dims, bool(a.get("keepdim")), math.prod(size(d) for d in op.summed), a.get("dtype")),
+        )
+        return _summed_over, (call, groups)
 
-    def _linear(self, node: fx.Node, op: Op, target: Cuts, groups: Any) -> tuple[Any, tuple[Any, ...]]:
-        shape = tuple(self._size(dim) for dim in op.parameters["weight"])
-        return on_parts.linear, (node.args[0], self._own(node, "weight"), self._own(node, "bias"), shape, groups)
-
-    def _conv(self, node: fx.Node, op: Op, target: Cuts, groups: Any) -> tuple[Any, tuple[Any, ...]]:
-        module: Any = self._graph_dims.module(node)
-        count = 1 if module.groups == 1 else self._size(op.parameters["weight"][0])
-        weight, bias = self._own(node, "weight"), self._own(node, "bias")
-        return on_parts.convolve, (node.args[0], weight, bias, module, count, groups)
-
-    def _embedding(self, node: fx.Node, op: Op, target: Cuts, groups: Any) -> tuple[Any, tuple[Any, ...]]:
-        module: Any = self._graph_dims.module(node)
-        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-            raise ModelError(
-                "layout", str(node.target), "an embedding with max_norm, by frequency or sparse is not cut"
-            )
-        (atom, *inner) = leaves(op.parameters["weight"][0])
-        if inner:
-            raise ModelError("layout", str(node.target), "the rows of this embedding are reshaped, and cannot be cut")
-        return on_parts.look_up, (node.args[0], self._own(node, "weight"), module, self._axes.range(atom)[0], groups)
-
-    def _layer_norm(self, node: fx.Node, op: Op, target: Cuts, groups: Any) -> tuple[Any, tuple[Any, ...]]:
-        module: Any = self._graph_dims.module(node)
+    def _layer_norm(self, node: fx.Node, op: Op, target: Cuts, groups: Any, a: dict[str, Any]) -> Call | None:
         cut = [leaf for leaf in leaves(op.out[-1]) if leaf in target]
-        weight, bias = self._own(node, "weight"), self._own(node, "bias")
         if not cut:
-            return torch.nn.functional.layer_norm, (node.args[0], module.normalized_shape, weight, bias, module.eps)
+            return None
         group = self._axes.groups[target[cut[0]]]
-        return on_parts.layer_norm, (node.args[0], weight, bias, module.eps, module.normalized_shape[0], group)
+        return on_parts.layer_norm, (a["input"], a["weight"], a["bias"], a["eps"], a["normalized_shape"][0], group)
 
-    def _dropout(self, node: fx.Node, op: Op, target: Cuts, groups: Any) -> tuple[Any, tuple[Any, ...]]:
+    def _batch_norm(self, node: fx.Node, op: Op, target: Cuts, groups: Any, a: dict[str, Any]) -> Call:
+        names = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
+        module = node.meta.get("modules", [""])[-1:]
+        return on_parts.batch_norm, (*(a[name] for name in names), self._statistics_of.get(*module or [""]))
+
+    def _mask(self, value: torch.Tensor, dims: Sequence[Dim], target: Cuts) -> on_parts.WholeMask:
         cuts = tuple(
-            (number, leaf.size, self._inner(dim, leaf, target), self._axes.groups[target[leaf]])
-            for number, dim in enumerate(op.out)
+            (number, leaf.size, self._inner(dim, leaf, {}), self._axes.groups[target[leaf]])
+            for number, dim in enumerate(dims)
             for leaf in leaves(dim)
             if leaf in target
         )
-        if node.op == "call_module":
-            return on_parts.dropout_module, (node.args[0], self._graph_dims.module(node), cuts)
-        bound = dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)) | dict(node.kwargs)
-        return on_parts.dropout, (node.args[0], bound.get("p", 0.5), bound.get("training", True), cuts)
+        return on_parts.WholeMask(tuple(value.shape), tuple(value.stride()), cuts)
 
-    def _heads(self, node: fx.Node, op: Op, target: Cuts, groups: Any) -> tuple[Any, tuple[Any, ...]]:
-        names = list(inspect.signature(nn.MultiheadAttention.forward).parameters)[1:]
-        options = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-        q, k, v = (options.pop(name) for name in names[:3])
-        _, heads, _ = leaves(op.parameters["in_proj_weight"][0])
-        return on_parts.attend, (q, k, v, self._graph_dims.module(node), self._axes.part(heads), groups, options)
+    def _dropout(self, node: fx.Node, op: Op, target: Cuts, groups: Any, a: dict[str, Any]) -> Call:
+        drawn = torch.empty_like(self._dims.value(given(node)["input"]))  # as torch draws it
+        return on_parts.dropout, (a["input"], a["p"], self._mask(drawn, op.out, target))
 
-    def _pieces(self, node: fx.Node, op: Op, target: Cuts, groups: Any) -> tuple[Any, tuple[Any, ...]]:
-        dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
-        return torch.chunk, (node.args[0], len(op.out), dim)
+    def _attention(self, node: fx.Node, op: Op, target: Cuts, groups: Any, a: dict[str, Any]) -> Call:
+        query, key = given(node)["query"], given(node)["key"]
+        shape = (*self._dims.shape(query)[:-1], self._dims.shape(key)[-2])
+        mask = self._mask(torch.empty(shape, device="meta"), [*op.out[:-1], self._dims.of(key)[-2]], target)
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
+        return on_parts.attend, (*(a[name] for name in names), mask)
 
-    def _reshape(self, node: fx.Node, op: Op, target: Cuts, groups: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Sizes follow from the atoms, where these are a model's own; others, of a batch, are what they are."""
-        source = self._graph_dims.of(node.args[0])
-        given = list(self._graph_dims.values[node.name].shape)
-        asked: Any = node.args[1:]
-        if len(asked) == 1 and isinstance(asked[0], (tuple, list)):
-            asked = asked[0]
-        named = str(node.target) in ("view", "reshape") or node.target is torch.reshape
-        shape: list[Any] = []
-        for number, dim in enumerate(op.out):
-            atoms = leaves(dim)
-            if any(atom in target for atom in atoms):
-                shape.append(math.prod(self._axes.part(atom) for atom in atoms))
-            elif named and len(asked) == len(given):
-                shape.append(asked[number])
-            elif (at := next((k for k, d in enumerate(source) if leaves(d) == atoms), None)) is not None:
-                with self._graph.inserting_before(node):
-                    shape.append(self._graph.call_method("size", (node.args[0], at)))
-            else:
-                shape.append(-1 if -1 not in shape else given[number])
-        return on_parts.view, (node.args[0], tuple(shape))
-
-    # ── the rest ─────────────────────────────────────────────────────────────────────────────────────────
-
-    def _plain_numbers(self, node: fx.Node) -> None:
-        """Gives sizes and the like of whole tensors to a model that asks for them."""
-        for operand in node.all_input_nodes:
-            dims = self._graph_dims.dims[operand]
-            if not isinstance(dims, list) or not self._cut.get(operand):
-                continue
-            fixed = self._whole_sizes(node, dims)
-            if fixed is not None:
-                with self._graph.inserting_before(node):
-                    which = node.args[1] if node.target == "size" and len(node.args) > 1 else None
-                    made = self._call(_sizes, (operand, fixed, which))
-                node.replace_all_uses_with(made)
-                self._graph_dims.dims[made] = None
-                self._cut[made] = {}
-                self._graph.erase_node(node)
-                return
-        self._cut[node] = {}
-
-    def _whole_sizes(self, node: fx.Node, dims: list[Dim]) -> tuple[int | None, ...] | None:
-        """Returns, for x.size() and x.shape of a tensor in parts, the whole sizes of the dims that are cut."""
-        asks = node.target == "size" or (node.target is getattr and node.args[1] == "shape")
-        if not asks:
+    def _cross_entropy(self, node: fx.Node, op: Op, target: Cuts, groups: Any, a: dict[str, Any]) -> Call | None:
+        (atom, *more) = leaves(self._dims.of(given(node)["self"])[1])
+        if more or atom not in target:
             return None
-        return tuple(
-            math.prod(leaf.size for leaf in leaves(dim)) if any(self._axes.of(leaf) for leaf in leaves(dim)) else None
-            for dim in dims
-        )
+        start, _ = self._axes.range(atom)
+        group = self._axes.groups[target[atom]]
+        return on_parts.cross_entropy, (a["self"], a["target"], a["reduction"], a["ignore_index"], start, group)
 
-    def _put_all_together(self, node: fx.Node) -> None:
-        """Makes whole what the model returns."""
-        for operand in list(node.all_input_nodes):
-            dims = self._graph_dims.dims[operand]
-            if isinstance(dims, list) and self._cut.get(operand):
-                needed = set(self._cut[operand])
-                with self._graph.inserting_before(node):
-                    node.replace_input_with(operand, self._fitted(operand, needed, {}, set()))
+    def _pieces(self, node: fx.Node, op: Op, target: Cuts, groups: Any, a: dict[str, Any]) -> Call:
+        return torch.chunk, (a["self"], len(op.out), a["dim"])
+
+    def _reshape(self, node: fx.Node, op: Op, target: Cuts, groups: Any, a: dict[str, Any]) -> Call:
+        return torch.reshape, (a["self"], self._shape(op.out, target))
+
+    def _expand(self, node: fx.Node, op: Op, target: Cuts, groups: Any, a: dict[str, Any]) -> Call:
+        return torch.Tensor.expand, (a["self"], self._shape(op.out, target))
+
+    # ── what is returned ─────────────────────────────────────────────────────────────────────────────────
+
+    def _returned(self, value: Any) -> Any:
+        """Returns a value that the computation returns, made whole."""
+        if not isinstance(value, fx.Node):
+            return value
+        dims = self._dims.dims[value]
+        if not isinstance(dims, list) or not self._cut[value]:
+            return self._new[value]
+        cut = dict(self._cut[value])
+        return self._refitted(value, self._new[value], dims, cut, set(cut), {})
 
 
-_ON_PARTS = {
+def _mapped(value: Any, nodes: Mapping[fx.Node, fx.Node]) -> Any:
+    return fx.map_arg(value, nodes.__getitem__) if isinstance(value, (fx.Node, tuple, list)) else value
+
+
+def _summed_over(found: torch.Tensor, groups: Sequence[DeviceGroup]) -> torch.Tensor:
+    for group in groups:
+        found = reduced(found, group)
+    return found
+
+
+_ON_PARTS: dict[str, Callable[..., Call | None]] = {
     "linear": GraphRewriter._linear,
+    "added product": GraphRewriter._added_product,
     "conv": GraphRewriter._conv,
     "embedding": GraphRewriter._embedding,
+    "mean": GraphRewriter._mean,
     "layer norm": GraphRewriter._layer_norm,
+    "batch norm": GraphRewriter._batch_norm,
     "dropout": GraphRewriter._dropout,
-    "heads": GraphRewriter._heads,
+    "attention": GraphRewriter._attention,
+    "cross entropy": GraphRewriter._cross_entropy,
     "pieces": GraphRewriter._pieces,
     "reshape": GraphRewriter._reshape,
+    "sizes": GraphRewriter._expand,
 }
-
-
-def _sizes(x: torch.Tensor, whole: tuple[int | None, ...], which: Any) -> Any:
-    sizes = torch.Size([own if fixed is None else fixed for own, fixed in zip(x.shape, whole, strict=True)])
-    return sizes[which] if isinstance(which, int) else sizes
+_ENDS_A_DIM = ("cross entropy",)  # operators that find by themselves what comes of a dim in parts
+_ALWAYS = ("linear", "batch norm")  # ours also where nothing is cut: gradients in place, statistics of all replicas

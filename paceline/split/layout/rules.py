@@ -1,179 +1,233 @@
-"""What operators do with dims: one rule a kind of operator, used to name dims and to cut along them.
+"""What operators do with dims: one rule a family of ATen operators, used to name dims and to cut along them.
 
 A rule joins the dims that are the same, and says which dims of the operands must be whole, and over which the operator
-adds up. Of an operator with no rule all operands must be whole: it is computed on every device alike.
+adds up. Of an operator with no rule, or in a form that its rule does not know, all operands must be whole: it is
+computed on every device alike.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import fx, nn
+from torch import fx
 
-from paceline.split.layout.atoms import Atom, Dims, join, regroup, size
-from paceline.split.layout.graph_dims import GraphDims, Op, Rule
+from paceline.graph.operators import name_of
+from paceline.split.layout.atoms import Atom, Dim, Dims, join, regroup, size
+from paceline.split.layout.graph_dims import GraphDims, Op, Rule, given
+from paceline.torch_private import COPY, RESHAPE
 
 # ── elementwise ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def pointwise(t: GraphDims, node: fx.Node) -> Op | None:
     """Element by element: dims that meet are the same."""
-    out: Dims = t.fresh(t.values[node.name])
-    for operand in node.all_input_nodes:
-        value = t.values[operand.name]
-        if not isinstance(value, torch.Tensor):
-            continue
+    out: Dims = t.fresh(t.value(node))
+    return Op(out) if isinstance(out, list) and _meet(t, out, node.all_input_nodes) else None
+
+
+def _meet(t: GraphDims, out: Dims, operands: Sequence[fx.Node]) -> bool:
+    """Joins the dims of operands with those of a result, from the last on; a dim of one element meets any."""
+    for operand in operands:
         for dim, own in zip(reversed(out), reversed(t.of(operand)), strict=False):
             if size(own) != 1 and not join(dim, own):
-                return None
-    return Op(out)
+                return False
+    return True
 
 
-def normalized(t: GraphDims, node: fx.Node) -> Op | None:
-    """LayerNorm works over the last dims; one that is distributed may have them in parts."""
-    module = t.module(node)
-    out = [list(dim) for dim in t.of(node.args[0])]
-    count = len(module.normalized_shape)  # type: ignore[arg-type]
-    parameters = {name: dims for name in ("weight", "bias") if (dims := t.own(node, name))}
-    if not all(join(a, b) for dims in parameters.values() for a, b in zip(dims, out[-count:], strict=True)):
-        return None
-    if count > 1 or not isinstance(module, nn.LayerNorm):
-        return Op(out, whole=out[-count:], parameters=parameters)
-    return Op(out, parameters=parameters, kind="layer norm")
+def broadcast(t: GraphDims, node: fx.Node) -> Op | None:
+    """Several tensors in one shape: dims that meet are the same."""
+    out = t.fresh(t.value(node))
+    operands = node.all_input_nodes
+    whole = [dim for operand in operands for dim in t.of(operand)]
+    return Op(out, whole=whole) if len(out) == len(operands) else None
+
+
+def expand(t: GraphDims, node: fx.Node) -> Op | None:
+    """Dims of one element become longer, others are the same."""
+    op = pointwise(t, node)
+    if op is not None:
+        op.kind = "sizes"
+    return op
+
+
+def made(t: GraphDims, node: fx.Node) -> Op | None:
+    """What is made anew has nothing of its operands but the type."""
+    return Op(t.fresh(t.value(node)), whole=[dim for operand in node.all_input_nodes for dim in t.of(operand)])
 
 
 def dropout(t: GraphDims, node: fx.Node) -> Op | None:
     """Dropout is pointwise, but its mask is that of the whole tensor."""
     op = pointwise(t, node)
-    if op is not None:
+    if op is not None and given(node)["train"] and given(node)["p"]:
         op.kind = "dropout"
     return op
 
 
+# ── norms ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def normalized(t: GraphDims, node: fx.Node) -> Op | None:
+    """LayerNorm works over the last dims; one that is distributed may have them in parts."""
+    a = given(node)
+    out = [list(dim) for dim in t.of(a["input"])]
+    count = len(a["normalized_shape"])
+    for name in ("weight", "bias"):
+        own = t.of(a.get(name))
+        if own and not all(map(join, own, out[-count:])):
+            return None
+        t.note(own, "normalized")
+    if count > 1 or "bias" not in a:
+        return Op(out, whole=out[-count:])
+    return Op(out, kind="layer norm")
+
+
 def per_channel(t: GraphDims, node: fx.Node) -> Op | None:
     """BatchNorm treats every channel by itself."""
-    out = [list(dim) for dim in t.of(node.args[0])]
-    names = ("weight", "bias", "running_mean", "running_var")
-    parameters = {name: dims for name in names if (dims := t.own(node, name))}
-    return Op(out, parameters=parameters) if all(join(dims[0], out[1]) for dims in parameters.values()) else None
+    a = given(node)
+    out = [list(dim) for dim in t.of(a["input"])]
+    of_channels = [t.of(a[name]) for name in ("weight", "bias", "running_mean", "running_var")]
+    if not all(join(own[0], out[1]) for own in of_channels if own):
+        return None
+    return Op(out, kind="batch norm")
 
-
-LATE = frozenset({"bias"})
 
 # ── products ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def linear(t: GraphDims, node: fx.Node) -> Op | None:
     """The input dim is summed over, the weight's outputs take its place."""
-    weight = t.own(node, "weight")
-    x = t.of(node.args[0])
-    if weight is None or not x or not join(weight[1], x[-1]):
+    a = given(node)
+    x, weight, bias = (t.of(a[name]) for name in ("input", "weight", "bias"))
+    if not x or len(weight) != 2 or not join(weight[1], x[-1]) or (bias and not join(bias[0], weight[0])):
         return None
-    parameters = _with_bias(t, node, weight)
-    return Op([*x[:-1], weight[0]], summed=[x[-1]], parameters=parameters, late=LATE, kind="linear")
+    t.note(weight[:1], "given")
+    t.note(weight[1:], "taken")
+    return Op([*x[:-1], weight[0]], summed=[x[-1]], late=frozenset({"bias"}), kind="linear")
 
 
-def _with_bias(t: GraphDims, node: fx.Node, weight: Dims, name: str = "") -> dict[str, Dims]:
-    """Returns the dims of a weight, and of its bias if it has one: an element for each of the weight's outputs."""
-    parameters = {f"{name}weight": weight}
-    if bias := t.own(node, f"{name}bias"):
-        parameters[f"{name}bias"] = bias
-        join(bias[0], weight[0])
-    return parameters
+def added_product(t: GraphDims, node: fx.Node) -> Op | None:
+    """A product of matrices, and something that is added to it: a bias."""
+    a = given(node)
+    bias, x, y = (t.of(a[name]) for name in ("self", "mat1", "mat2"))
+    if a["beta"] != 1 or a["alpha"] != 1 or not join(x[1], y[0]) or (bias and not join(bias[-1], y[1])):
+        return None
+    if len(bias) > 1 and not (size(bias[0]) == 1 or join(bias[0], x[0])):
+        return None
+    t.note(y[1:], "given")
+    t.note(y[:1], "taken")
+    return Op([x[0], y[1]], summed=[x[1]], late=frozenset({"self"}), kind="added product")
+
+
+def product(t: GraphDims, node: fx.Node) -> Op | None:
+    """The inner dim is summed over, leading dims are the same."""
+    a, b = (t.of(operand) for operand in node.args[:2])
+    if len(a) < 2 or len(b) < 2 or not join(a[-1], b[-2]):
+        return None
+    out: Dims = t.fresh(t.value(node))
+    for operand in (a, b):
+        for dim, own in zip(reversed(out[:-2]), reversed(operand[:-2]), strict=False):
+            if size(own) != 1 and not join(dim, own):
+                return None
+    if len(b) == 2:
+        t.note(b[1:], "given")
+        t.note(b[:1], "taken")
+    return Op([*out[:-2], a[-2], b[-1]], summed=[a[-1]])
+
+
+def einsum(t: GraphDims, node: fx.Node) -> Op | None:
+    """Dims of one letter are the same; those that are missing in the result are summed over."""
+    equation, operands = node.args[:2]
+    takes, arrow, gives = str(equation).replace(" ", "").partition("->")
+    if not arrow or "." in takes:
+        return None
+    of: dict[str, Dim] = {}
+    for letters, operand in zip(takes.split(","), operands, strict=True):  # type: ignore[arg-type]
+        if len(set(letters)) < len(letters):
+            return None
+        for letter, dim in zip(letters, t.of(operand), strict=True):
+            if not join(of.setdefault(letter, dim), dim):
+                return None
+    return Op([of[letter] for letter in gives], summed=[dim for letter, dim in of.items() if letter not in gives])
 
 
 def convolution(t: GraphDims, node: fx.Node) -> Op | None:
     """Channels are as in a linear layer, or each by itself; what is looked at around a pixel is whole."""
-    module: Any = t.module(node)
-    weight, x, value = t.own(node, "weight"), t.of(node.args[0]), t.values[node.name]
-    if weight is None or len(x) != len(weight):  # images in batches
+    a = given(node)
+    x, weight, bias = (t.of(a[name]) for name in ("input", "weight", "bias"))
+    if len(x) != len(weight) or (bias and not join(bias[0], weight[0])):  # images in batches
         return None
-    parameters = _with_bias(t, node, weight)
-    out: Dims = [x[0], weight[0], *t.fresh(value)[2:]]
+    out: Dims = [x[0], weight[0], *t.fresh(t.value(node))[2:]]
     whole = [*x[2:], *weight[2:]]
-    if module.groups == 1:
-        if not join(weight[1], x[1]):
-            return None
-        return Op(out, whole=whole, summed=[x[1]], parameters=parameters, late=LATE, kind="conv")
-    if module.groups == module.in_channels == module.out_channels:
-        if not join(weight[0], x[1]):
-            return None
-        return Op(out, whole=whole, parameters=parameters, kind="conv")
+    t.note(weight[:1], "channels given")
+    t.note(weight[2:], "kernel")
+    if a["groups"] == 1:
+        t.note(weight[1:2], "channels taken")
+        if join(weight[1], x[1]):
+            return Op(out, whole=whole, summed=[x[1]], late=frozenset({"bias"}), kind="conv")
+    elif a["groups"] == size(x[1]) == size(weight[0]) and join(weight[0], x[1]):
+        return Op(out, whole=whole, kind="conv")
     return None
 
 
 def embedding(t: GraphDims, node: fx.Node) -> Op | None:
     """Rows are picked: who has a row gives it, so the table's rows are summed over."""
-    weight = t.own(node, "weight")
-    if weight is None:
+    a = given(node)
+    weight = t.of(a["weight"])
+    t.note(weight[:1], "rows" if _from_inputs(t, a["indices"]) else "positions")
+    t.note(weight[1:], "table")
+    if a["scale_grad_by_freq"] or a["sparse"]:
         return None
-    return Op([*t.of(node.args[0]), weight[1]], summed=[weight[0]], parameters={"weight": weight}, kind="embedding")
+    return Op([*t.of(a["indices"]), weight[1]], summed=[weight[0]], kind="embedding")
 
 
-def matmul(t: GraphDims, node: fx.Node) -> Op | None:
-    """The inner dim is summed over, leading dims are the same."""
-    a, b = (t.of(argument) for argument in node.args[:2])
-    if len(a) < 2 or len(b) < 2 or not join(a[-1], b[-2]):
-        return None
-    out: Dims = t.fresh(t.values[node.name])
-    for operand in (a, b):
-        for dim, own in zip(reversed(out[:-2]), reversed(operand[:-2]), strict=False):
-            if size(own) != 1 and not join(dim, own):
-                return None
-    return Op([*out[:-2], a[-2], b[-1]], summed=[a[-1]])
+def _from_inputs(t: GraphDims, node: fx.Node) -> bool:
+    """Returns whether a value comes from what the computation was given, and not from counting."""
+    todo, seen = [node], {node}
+    while todo:
+        here = todo.pop()
+        if here in t.call.inputs:
+            return True
+        if here.op == "call_function" and name_of(here).removeprefix("new_").partition("_")[0] in _CONSTANTS:
+            continue
+        todo += [source for source in here.all_input_nodes if source not in seen]
+        seen.update(here.all_input_nodes)
+    return False
 
 
 def attention(t: GraphDims, node: fx.Node) -> Op | None:
-    """scaled_dot_product_attention may be cut along any leading dim, such as heads."""
-    q, k, v = (t.of(argument) for argument in node.args[:3])
-    if not (len(q) == len(k) == len(v) >= 3):
+    """Heads are each by themselves; a head is whole, and so are the keys that it looks at."""
+    a = given(node)
+    q, k, v = (t.of(a[name]) for name in ("query", "key", "value"))
+    if not len(q) == len(k) == len(v) >= 3:
         return None
-    for a, b, c in zip(q[:-2], k[:-2], v[:-2], strict=True):
-        if not (join(a, b) and join(a, c)):
+    heads = len(q) - 3
+    for number, (dim, *others) in enumerate(zip(q[:-2], k[:-2], v[:-2], strict=True)):
+        for other in others:
+            grouped = number == heads and a["enable_gqa"]
+            if not join(dim, [*other, Atom(size(dim) // size(other))] if grouped else other):
+                return None
+    join(k[-2], v[-2])
+    mask = t.of(a["attn_mask"])
+    for dim, own in zip(reversed([*q[:-1], k[-2]]), reversed(mask), strict=False):
+        if size(own) != 1 and not join(dim, own):
             return None
-    whole = [q[-1], k[-1], k[-2], v[-2], q[-2]]
-    mask = _given(node, 3, "attn_mask")
-    if isinstance(mask, fx.Node):
-        whole += t.of(mask)
-    if _given(node, 4, "dropout_p"):  # masks are drawn for all heads together
-        return None
-    return Op([*q[:-2], q[-2], v[-1]], whole=whole)
+    if len(q) > 3:
+        t.note(k[-3:-2], "heads")
+        t.note([q[-1], v[-1]], "width")
+    whole = [*q[-2:], *k[-2:], *v[-2:]]
+    return Op([*q[:-1], v[-1]], whole=whole, kind="attention" if a["dropout_p"] else "")
 
 
-def heads(t: GraphDims, node: fx.Node) -> Op | None:
-    """nn.MultiheadAttention is cut by heads."""
-    module: Any = t.module(node)
-    q, k, v = (t.of(argument) for argument in (*node.args, *node.kwargs.values())[:3])
-    inner, weights = t.own(node, "in_proj_weight"), t.values[node.name][1]
-    plain = (
-        module.bias_k is None
-        and not module.add_zero_attn
-        and weights is None
-        and not (module.dropout and module.training)
-    )
-    if inner is None or len(node.args) < 3 or len(q) != 3 or not plain:
+def cross_entropy(t: GraphDims, node: fx.Node) -> Op | None:
+    """Of classes that are in parts every device finds its summands; rows are whole."""
+    a = given(node)
+    x = t.of(a["self"])
+    target = t.value(a["target"])
+    simple = len(x) == 2 and target.dim() == 1 and a["weight"] is None and not a["label_smoothing"]
+    if not simple:
         return None
-    joined = Atom(3), Atom(module.num_heads), Atom(module.head_dim)
-    if not join(inner[0], joined):
-        return None
-    outer = t.own(node, "out_proj.weight")
-    assert outer is not None
-    if not (join(outer[1], joined[1:]) and join(outer[0], q[2]) and all(join(inner[1], x[2]) for x in (q, k, v))):
-        return None
-    parameters = _with_bias(t, node, inner, "in_proj_") | _with_bias(t, node, outer, "out_proj.")
-    whole = [dim for x in (q, k, v) for dim in x[:2]] + [q[2]]
-    return Op(
-        ([q[0], q[1], outer[0]], None),
-        whole=whole,
-        summed=[[joined[1]]],
-        parameters=parameters,
-        late=frozenset({"out_proj.bias"}),
-        kind="heads",
-    )
+    return Op(t.fresh(t.value(node)), whole=[x[0], *t.of(a["target"])], kind="cross entropy")
 
 
 # ── shapes ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -187,54 +241,65 @@ def reshape(t: GraphDims, node: fx.Node) -> Op | None:
 
 def permute(t: GraphDims, node: fx.Node) -> Op | None:
     """The same dims in another order."""
-    x, rank = t.of(node.args[0]), len(t.shape(node))
-    if len(x) != rank:
-        return None
-    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    arguments = [*node.args[1:], *node.kwargs.values()]
-    if name in ("transpose", "swapaxes", "swapdims"):
-        a, b = (int(i) % rank for i in arguments)  # type: ignore[arg-type]
-        order = list(range(rank))
-        order[a], order[b] = b, a
-    elif name in ("t", "mT"):
-        order = [*range(rank - 2), rank - 1, rank - 2]
-    else:
-        given = arguments[0] if len(arguments) == 1 and isinstance(arguments[0], (tuple, list)) else arguments
-        order = [int(i) % rank for i in given]  # type: ignore[arg-type]
+    x = t.of(node.args[0])
+    rank = len(x)
+    a = given(node)
+    order = list(range(rank))
+    if "dim0" in a:
+        one, other = a["dim0"] % rank, a["dim1"] % rank
+        order[one], order[other] = order[other], order[one]
+    elif "dims" in a:
+        order = [dim % rank for dim in a["dims"]]
+    else:  # t, mT, numpy_T
+        order = order[::-1] if rank <= 2 or "numpy" in str(node.target) else [*order[:-2], *order[:-3:-1]]
     return Op([x[i] for i in order])
 
 
 def unsqueeze(t: GraphDims, node: fx.Node) -> Op | None:
     """A dim of 1 comes in between."""
     x = list(t.of(node.args[0]))
-    at = int((*node.args, *node.kwargs.values())[1]) % (len(x) + 1)  # type: ignore[arg-type]
+    at = given(node)["dim"] % (len(x) + 1)
     return Op([*x[:at], [Atom(1)], *x[at:]])
 
 
+def squeeze(t: GraphDims, node: fx.Node) -> Op | None:
+    """Dims of 1 go away."""
+    x = t.of(node.args[0])
+    asked = given(node).get("dim")
+    which = range(len(x)) if asked is None else asked if isinstance(asked, (tuple, list)) else [asked]
+    gone = {at % len(x) for at in which if size(x[at]) == 1} if x else set()
+    return Op([dim for at, dim in enumerate(x) if at not in gone])
+
+
 def reduction(t: GraphDims, node: fx.Node) -> Op | None:
-    """`sum` and `mean` go over dims that are whole."""
-    x, rank = t.of(node.args[0]), len(t.of(node.args[0]))
-    given = _given(node, 1, "dim")
-    if given is None:
-        return None
-    which = {int(i) % rank for i in (given if isinstance(given, (tuple, list)) else [given])}
+    """A sum goes over dims that may be in parts, a mean too; others are the same."""
+    x = t.of(node.args[0])
+    rank = len(x)
+    asked = given(node).get("dim")
+    which = set(range(rank)) if asked is None or asked == [] else {
+        at % rank for at in (asked if isinstance(asked, (tuple, list)) else [asked])
+    }  # fmt: skip
     keeps = len(t.shape(node)) == rank
-    out = [[Atom(1)] if i in which else x[i] for i in range(rank) if keeps or i not in which]
-    return Op(out, whole=[x[i] for i in which])
+    out = [[Atom(1)] if at in which else x[at] for at in range(rank) if keeps or at not in which]
+    over = [x[at] for at in which]
+    name = name_of(node)
+    if name == "sum":
+        return Op(out, summed=over)
+    return Op(out, summed=over, kind="mean") if name == "mean" else Op(out, whole=over)
 
 
 def along_one(t: GraphDims, node: fx.Node) -> Op | None:
     """softmax and the like need one dim whole, the others pass."""
     x = t.of(node.args[0])
-    given = t.module(node).dim if node.op == "call_module" else _given(node, 1, "dim")
-    if not isinstance(given, int) or len(x) != len(t.shape(node)):
+    asked = given(node).get("dim")
+    if not isinstance(asked, int) or len(x) != len(t.shape(node)):
         return None
-    return Op(list(x), whole=[x[given]])
+    return Op(list(x), whole=[x[asked]])
 
 
 def spatial(t: GraphDims, node: fx.Node) -> Op | None:
-    """Pooling, padding of images and upsampling let batch and channels pass and need the rest whole."""
-    x, value = t.of(node.args[0]), t.values[node.name]
+    """Pooling and upsampling let batch and channels pass and need the rest whole."""
+    x, value = t.of(node.args[0]), t.value(node)
     if not isinstance(value, torch.Tensor) or len(x) != value.dim() or len(x) < 3:
         return None
     if tuple(value.shape[:2]) != t.shape(node.args[0])[:2]:  # type: ignore[arg-type]
@@ -242,140 +307,112 @@ def spatial(t: GraphDims, node: fx.Node) -> Op | None:
     return Op([x[0], x[1], *t.fresh(value)[2:]], whole=x[2:])
 
 
+def padding(t: GraphDims, node: fx.Node) -> Op | None:
+    """Dims that are padded must be whole, others pass."""
+    x, amounts = t.of(node.args[0]), given(node)["pad"]
+    padded = {len(x) - 1 - at // 2 for at, amount in enumerate(amounts) if amount}
+    fresh = t.fresh(t.value(node))
+    return Op([fresh[at] if at in padded else dim for at, dim in enumerate(x)], whole=[x[at] for at in sorted(padded)])
+
+
 def pieces(t: GraphDims, node: fx.Node) -> Op | None:
     """`chunk` and `split` into equal pieces take the outer factor of the dim apart."""
-    values, x = t.values[node.name], t.of(node.args[0])
-    at = _given(node, 2, "dim", 0) % len(x)
-    sizes = {tuple(value.shape) for value in values}
-    if len(sizes) != 1:
-        return None
-    inner = values[0].shape[at]
-    outer = [Atom(len(values)), Atom(inner)]
+    values, x = t.value(node), t.of(node.args[0])
+    at = given(node)["dim"] % len(x)
+    if len({tuple(value.shape) for value in values}) != 1:
+        fresh = t.fresh(values)
+        return Op(tuple([*x[:at], own[at], *x[at + 1 :]] for own in fresh), whole=[x[at]])
+    outer = [Atom(len(values)), Atom(values[0].shape[at])]
     if not join(x[at], outer):
         return None
     part = [*x[:at], [outer[1]], *x[at + 1 :]]
     return Op(tuple(part for _ in values), whole=[[outer[0]]], kind="pieces")
 
 
+def unbind(t: GraphDims, node: fx.Node) -> Op | None:
+    """A dim goes away, and there are as many tensors as it had elements."""
+    x = t.of(node.args[0])
+    at = given(node)["dim"] % len(x)
+    part = [*x[:at], *x[at + 1 :]]
+    return Op(tuple(part for _ in t.value(node)), whole=[x[at]])
+
+
 def item(t: GraphDims, node: fx.Node) -> Op | None:
-    """One of several results, or a part of a tensor by slices."""
+    """One of several results."""
     source, index = node.args[:2]
-    dims = t.dims.get(source) if isinstance(source, fx.Node) else None
-    if isinstance(dims, tuple) and isinstance(index, int):
-        return Op(dims[index])
-    if not isinstance(dims, list):
-        return None
-    # Of a tensor: what is sliced, or picked out, must be whole; what is not, passes.
-    given: Sequence[Any] = index if isinstance(index, tuple) else (index,)
-    out, whole, at = [], [], 0
-    sizes = list(t.shape(node))
-    for entry in given:
-        if entry is None:
-            out.append([Atom(1)])
-        elif entry == slice(None):
-            out.append(dims[at])
-            at += 1
-        elif isinstance(entry, (int, slice)):
-            whole.append(dims[at])
-            if isinstance(entry, slice):
-                out.append([Atom(sizes[len(out)])])
-            at += 1
-        else:
-            return None
-    return Op([*out, *dims[at:]], whole=whole)
+    dims = t.dims.get(source)  # type: ignore[arg-type]
+    return Op(dims[index]) if isinstance(dims, tuple) and isinstance(index, int) else None
+
+
+def part(t: GraphDims, node: fx.Node) -> Op | None:
+    """What is sliced, or picked out, must be whole; the other dims pass."""
+    a, x = given(node), t.of(node.args[0])
+    at = a["dim"] % len(x)
+    if "index" in a and isinstance(a["index"], int):
+        return Op([*x[:at], *x[at + 1 :]], whole=[x[at]])
+    if t.shape(node) == t.shape(node.args[0]):  # type: ignore[arg-type]
+        return Op(list(x))
+    return Op([*x[:at], t.fresh(t.value(node))[at], *x[at + 1 :]], whole=[x[at]])
 
 
 def concatenation(t: GraphDims, node: fx.Node) -> Op | None:
     """The dim along which tensors are put together is whole, the others are the same."""
-    operands = [t.of(operand) for operand in node.args[0]]  # type: ignore[union-attr]
-    out: Dims = t.fresh(t.values[node.name])
-    at = _given(node, 1, "dim", 0) % len(out)
+    operands = [t.of(operand) for operand in node.args[0] if len(t.of(operand)) > 0]  # type: ignore[union-attr]
+    out: Dims = t.fresh(t.value(node))
+    at = given(node)["dim"] % len(out)
     for operand in operands:
+        if len(operand) != len(out):
+            return None
         for number, (dim, own) in enumerate(zip(out, operand, strict=True)):
             if number != at and not join(dim, own):
                 return None
     return Op(out, whole=[operand[at] for operand in operands])
 
 
-def _given(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
-    """Returns an argument that may be given by position or by name."""
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+def stack(t: GraphDims, node: fx.Node) -> Op | None:
+    """A new dim, the others are the same."""
+    out: Dims = t.fresh(t.value(node))
+    at = given(node)["dim"] % len(out)
+    rest = [*out[:at], *out[at + 1 :]]
+    return Op(out) if _meet(t, rest, node.all_input_nodes) else None
 
 
 # ── which rule ───────────────────────────────────────────────────────────────────────────────────────────────
 
-_POINTWISE_MODULES: tuple[type[nn.Module], ...] = (
-    nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Mish, nn.Hardtanh, nn.ReLU6, nn.SELU,
-    nn.CELU, nn.Softplus, nn.Hardswish, nn.Hardsigmoid, nn.Softsign, nn.LogSigmoid, nn.Identity,
+_CONSTANTS = ("arange", "zeros", "ones", "full", "empty", "eye", "linspace")  # and others like them
+_POINTWISE = (
+    "abs", "add", "addcdiv", "addcmul", "alias", "atan2", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor",
+    "__and__", "__or__", "__xor__", "ceil", "celu", "clamp", "clamp_max", "clamp_min", "clone", "contiguous",
+    "copysign", "cos", "cosh", "detach", "div", "elu", "eq", "erf", "erfc", "exp", "exp2", "expm1", "fill", "floor",
+    "floor_divide", "fmod", "ge", "gelu", "gt", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "isfinite",
+    "isinf", "isnan", "le", "leaky_relu", "lerp", "lift_fresh", "lift_fresh_copy", "log", "log10", "log1p", "log2",
+    "log_sigmoid", "logical_and", "logical_not", "logical_or", "logical_xor", "logit", "lt", "masked_fill",
+    "maximum", "minimum", "mish", "mul", "nan_to_num", "ne", "neg", "ones_like", "pow", "reciprocal", "relu",
+    "relu6", "remainder", "round", "rsqrt", "rsub", "selu", "sigmoid", "sign", "silu", "sin", "sinh", "softplus",
+    "softshrink", "softsign", "sqrt", "square", "sub", "tan", "tanh", "threshold", "to", "type_as",
+    "where", "xlogy", "zeros_like", "full_like", "empty_like",
 )  # fmt: skip
-_POOLS: tuple[type[nn.Module], ...] = (
-    nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d,
-    nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.Upsample, nn.ZeroPad2d,
+_POOLS = (
+    "max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d",
+    "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d",
+    "upsample_nearest1d", "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_nearest3d",
 )  # fmt: skip
-MODULES: tuple[tuple[tuple[type[nn.Module], ...], Rule], ...] = (
-    ((nn.Linear,), linear),
-    ((nn.Conv1d, nn.Conv2d, nn.Conv3d), convolution),
-    ((nn.Embedding,), embedding),
-    ((nn.MultiheadAttention,), heads),
-    ((nn.LayerNorm, nn.RMSNorm), normalized),
-    ((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), per_channel),
-    ((nn.Dropout,), dropout),
-    ((nn.Softmax, nn.LogSoftmax), along_one),
-    ((nn.Flatten, nn.Unflatten), reshape),
-    (_POINTWISE_MODULES, pointwise),
-    (_POOLS, spatial),
-)
-
-FUNCTIONS: dict[Any, Rule] = {
-    **dict.fromkeys(
-        (
-            operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pow, operator.iadd,
-            operator.isub, operator.imul, torch.add, torch.sub, torch.mul, torch.div, torch.relu, torch.tanh,
-            torch.sigmoid, torch.exp, torch.sqrt, torch.rsqrt, torch.abs, torch.clamp, torch.where, torch.square,
-            torch.maximum, torch.minimum, F.relu, F.gelu, F.silu, F.tanh, F.sigmoid, F.elu, F.leaky_relu, F.softplus,
-            F.mish, F.hardswish, F.relu6,
-        ),
-        pointwise,
-    ),
-    F.dropout: dropout,
-    **dict.fromkeys((torch.matmul, torch.bmm, operator.matmul), matmul),
-    F.scaled_dot_product_attention: attention,
-    **dict.fromkeys((torch.reshape, torch.flatten), reshape),
-    **dict.fromkeys((torch.transpose, torch.permute, torch.t), permute),
-    torch.unsqueeze: unsqueeze,
-    **dict.fromkeys((torch.sum, torch.mean), reduction),
-    **dict.fromkeys((torch.softmax, F.softmax, F.log_softmax, torch.log_softmax), along_one),
-    **dict.fromkeys(
-        (F.max_pool2d, F.avg_pool2d, F.max_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool1d, F.interpolate), spatial
-    ),
-    **dict.fromkeys((torch.chunk, torch.split), pieces),
-    operator.getitem: item,
-    **dict.fromkeys((torch.cat, torch.concat), concatenation),
+RULES: dict[str, Rule] = {
+    **dict.fromkeys((*_POINTWISE, COPY), pointwise),
+    **dict.fromkeys(_POOLS, spatial),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty"), made),
+    **dict.fromkeys(("matmul", "bmm", "mm"), product),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), convolution),
+    **dict.fromkeys(("layer_norm", "rms_norm"), normalized),
+    **dict.fromkeys(("view", "reshape", "flatten", "unflatten", RESHAPE), reshape),
+    **dict.fromkeys(("transpose", "permute", "t", "numpy_T", "mT"), permute),
+    **dict.fromkeys(("sum", "mean", "amax", "amin", "var", "std", "any", "all", "logsumexp", "prod"), reduction),
+    **dict.fromkeys(("softmax", "log_softmax", "cumsum", "flip"), along_one),
+    **dict.fromkeys(("chunk", "split", "split_with_sizes"), pieces),
+    **dict.fromkeys(("slice", "select", "narrow"), part),
+    **dict.fromkeys(("pad", "constant_pad_nd"), padding),
+    "expand": expand, "broadcast_tensors": broadcast, "dropout": dropout, "batch_norm": per_channel, "linear": linear,
+    "addmm": added_product, "einsum": einsum, "embedding": embedding, "scaled_dot_product_attention": attention,
+    "cross_entropy_loss": cross_entropy, "unsqueeze": unsqueeze, "squeeze": squeeze, "unbind": unbind,
+    "getitem": item, "cat": concatenation, "stack": stack,
 }  # fmt: skip
-
-METHODS: dict[str, Rule] = {
-    **dict.fromkeys(
-        (
-            "add", "sub", "mul", "div", "relu", "tanh", "sigmoid", "exp", "sqrt", "rsqrt", "clamp", "contiguous",
-            "clone", "float", "to", "type_as", "neg", "pow", "abs", "add_", "mul_", "relu_", "masked_fill", "square",
-        ),
-        pointwise,
-    ),
-    **dict.fromkeys(("view", "reshape", "flatten", "unflatten"), reshape),
-    **dict.fromkeys(("transpose", "permute", "swapaxes", "swapdims", "t"), permute),
-    "unsqueeze": unsqueeze,
-    **dict.fromkeys(("sum", "mean"), reduction),
-    **dict.fromkeys(("softmax", "log_softmax"), along_one),
-    **dict.fromkeys(("matmul", "bmm"), matmul),
-    **dict.fromkeys(("chunk", "split"), pieces),
-}  # fmt: skip
-
-
-def rule_of(model: nn.Module, node: fx.Node) -> Rule | None:
-    """Returns the rule for a node of the model's graph; None if there is none."""
-    if node.op == "call_module":
-        module = model.get_submodule(str(node.target))
-        return next((rule for kinds, rule in MODULES if isinstance(module, kinds)), None)
-    if node.op == "call_method":
-        return METHODS.get(str(node.target))
-    return FUNCTIONS.get(node.target)

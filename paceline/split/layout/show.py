@@ -9,20 +9,20 @@ from typing import Any
 
 from torch import nn
 
-from paceline.split.cut import Example
+from paceline.graph.capture import Function, capture
 from paceline.split.layout.atoms import leaves
 from paceline.split.layout.model_dims import ModelDims
 
 
-def tell_dims(model: nn.Module, example: Example, patterns: Mapping[str, str], path: Path) -> None:
-    """Writes the dims of the model, called so, into a file."""
-    path.write_text(json.dumps(dims_of(model, example, patterns)))
+def tell_dims(function: Function, model: nn.Module, given: Any, patterns: Mapping[str, str], path: Path) -> None:
+    """Writes the dims of the model, as `function(model, given)` uses it, into a file."""
+    path.write_text(json.dumps(dims_of(function, model, given, patterns)))
 
 
-def dims_of(model: nn.Module, example: Example, patterns: Mapping[str, str]) -> dict[str, Any]:
+def dims_of(function: Function, model: nn.Module, given: Any, patterns: Mapping[str, str]) -> dict[str, Any]:
     """Returns them: every parameter's, and for every name its sizes and how many elements have it."""
     dimensions = ModelDims(model)
-    dimensions.trace(example, grad=True)
+    dimensions.add(capture(function, model, given))
     names = dimensions.names(patterns)
     rows = [
         {"parameter": name, "shape": list(parameter.shape), "dims": names.describe(name)}

@@ -1,33 +1,31 @@
-"""Where the list of operations is cut: so that the slowest stage is as fast as possible, and then so that few bytes
+"""Where the list of operators is cut: so that the slowest stage is as fast as possible, and then so that few bytes
 cross; or where the user says."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
 from paceline.errors import ModelError, StrategyError, nearest_first
+from paceline.graph.call_graph import CallGraph
 from paceline.split.balance import best_places
 from paceline.split.stages.measure import Measured, last_uses
-from paceline.split.trace import Traced
 
 MOST_PLACES = 300  # among which the best are looked for
 SLACK = 1.03  # how much slower the slowest stage may be for fewer bytes
 _NAMED = 6  # names in an error
 
 
-def by_cost(traced: Traced, measured: Measured, stages: int) -> list[int]:
+def by_cost(call: CallGraph, measured: Measured, stages: int) -> list[int]:
     """Returns the positions at which the second stage begins, the third …"""
-    crossing = bytes_crossing(traced, measured)
+    crossing = bytes_crossing(call, measured)
     total = list(itertools.accumulate(measured.seconds, initial=0.0))
     places = [place for place in range(1, len(measured.seconds)) if place not in measured.forbidden]
     if len(places) < stages - 1:
-        whole = next(iter(traced.whole.items()), None)
-        why = f"; {whole[0]} is kept as a whole because its forward cannot be followed ({whole[1]})" if whole else ""
         raise ModelError(
-            "stages", stages, f"the model can be cut at {len(places)} places only, give at most {len(places) + 1}{why}"
+            "stages", stages, f"the model can be cut at {len(places)} places only, give at most {len(places) + 1}"
         )
     places = _fewer(places, total, crossing)
     handed = [crossing[place] * measured.seconds_a_byte for place in range(len(crossing))]
@@ -36,10 +34,10 @@ def by_cost(traced: Traced, measured: Measured, stages: int) -> list[int]:
     return best
 
 
-def bytes_crossing(traced: Traced, measured: Measured) -> list[int]:
+def bytes_crossing(call: CallGraph, measured: Measured) -> list[int]:
     """Returns by place how many bytes are alive that come from before and are used behind."""
     crossing = [0] * (len(measured.bytes) + 1)
-    for number, (size, until) in enumerate(zip(measured.bytes, last_uses(traced), strict=True)):
+    for number, (size, until) in enumerate(zip(measured.bytes, last_uses(call), strict=True)):
         for place in range(number + 1, min(until, len(measured.bytes) - 1) + 1):
             crossing[place] += size
     return crossing
@@ -57,16 +55,18 @@ def _fewer(places: list[int], total: Sequence[float], crossing: Sequence[int]) -
     return sorted(best.values())
 
 
-def at_modules(model: nn.Module, traced: Traced, names: Sequence[str]) -> list[int]:
-    """Returns the positions of the first operations of these modules."""
+def at_modules(model: nn.Module, call: CallGraph, names: Sequence[str]) -> list[int]:
+    """Returns the positions of the first operators of these modules."""
     begins: dict[str, int] = {}
-    for number, node in enumerate(traced.nodes):
-        for path, _ in node.meta.get("nn_module_stack", {}).values():
+    for number, node in enumerate(call.nodes):
+        for path in node.meta.get("modules", ()):
             begins.setdefault(path, number)
     found: list[int] = []
     for name in names:
         if name not in begins:
-            _explain(model, traced, name, list(begins))
+            near = nearest_first(name, list(begins))
+            more = ", …" if len(near) > _NAMED else ""
+            raise StrategyError("cut-at", name, f"give a module that the model calls: {', '.join(near[:_NAMED])}{more}")
         place = begins[name]
         if place == 0:
             raise StrategyError("cut-at", name, "the model begins there, so the first stage would be empty")
@@ -74,19 +74,6 @@ def at_modules(model: nn.Module, traced: Traced, names: Sequence[str]) -> list[i
             raise StrategyError("cut-at", ",".join(names), f"{name} comes before the others, name them in order")
         found.append(place)
     return found
-
-
-def _explain(model: nn.Module, traced: Traced, name: str, known: list[str]) -> None:
-    """Raises the sentence for a module at which no stage can begin."""
-    parts = name.split(".")
-    for length in range(len(parts) - 1, 0, -1):
-        outer = ".".join(parts[:length])
-        if outer in known and name in dict(model.named_modules()):
-            why = traced.whole.get(outer, "a module of torch.nn")
-            raise StrategyError("cut-at", name, f"it lies inside {outer}, which is kept as a whole ({why}), name that")
-    near = nearest_first(name, known)
-    more = ", …" if len(near) > _NAMED else ""
-    raise StrategyError("cut-at", name, f"give a module that the model calls: {', '.join(near[:_NAMED])}{more}")
 
 
 def check(measured: Measured, places: Sequence[int], names: Sequence[str]) -> None:
@@ -101,19 +88,14 @@ def check(measured: Measured, places: Sequence[int], names: Sequence[str]) -> No
             )
 
 
-def follow(traced: Traced, first: Traced, places: Sequence[int]) -> list[int]:
-    """Returns where another trace of the same model is cut: every module stays on its stage."""
-    mine, firsts = traced.nodes, first.nodes
-    if [(node.op, node.target) for node in mine] == [(node.op, node.target) for node in firsts]:
-        return list(places)
-    stage_of: dict[object, int] = {}
-    for number, node in enumerate(firsts):
-        if node.op == "call_module":
-            stage_of.setdefault(node.target, sum(place <= number for place in places))
-    found = [len(mine)] * len(places)
+def follow(call: CallGraph, stage_of: Mapping[str, int], stages: int) -> list[int]:
+    """Returns where another graph of the same model is cut: parameters are used on the stages that had them first."""
+    names = call.names
+    found = [len(call.nodes)] * (stages - 1)
     stage = 0
-    for number, node in enumerate(mine):
-        now = max(stage, stage_of.get(node.target, 0) if node.op == "call_module" else 0)
+    for number, node in enumerate(call.nodes):
+        used = (stage_of.get(names[source], 0) for source in node.all_input_nodes if source in names)
+        now = max([stage, *used])
         for begun in range(stage, now):
             found[begun] = number
         stage = now

@@ -15,7 +15,19 @@ from paceline.errors import ModelError, StrategyError
 from paceline.exchange.mailboxes import DeviceGroup, Peers
 from paceline.loss_value import LossPart, Weight
 from paceline.optim.models import in_mode, own_state
-from paceline.split.cut import SAME, WHOLE, Check, Cut, Example, Loss, TensorPart, left_as_it_was, train
+from paceline.split.cut import (
+    SAME,
+    WHOLE,
+    Check,
+    Cut,
+    Example,
+    Function,
+    Loss,
+    TensorPart,
+    first_call,
+    left_as_it_was,
+    train,
+)
 from paceline.split.tiles.halo_exchange import gathered
 from paceline.split.tiles.norms import TiledBatchNorm
 from paceline.split.tiles.tile import Grid, Tile
@@ -35,9 +47,10 @@ class TilesCut(Cut):
         self._head: set[str] = set()
         self._buffers: set[str] = set()
 
-    def prepare(self, model: nn.Module, example: Example) -> None:
+    def prepare(self, function: Function, model: nn.Module, given: Any) -> None:
         if not self._tiled.grid.axes:
             return
+        example = first_call(function, model, given)
         whole, model = model, own_state(model)
         norms = [module for module in model.modules() if isinstance(module, AnyBatchNorm)]
         self._norms = {module: TiledBatchNorm(self._tiled, module) for module in norms}
@@ -65,12 +78,15 @@ class TilesCut(Cut):
 
     def train(self, loss: Loss, model: nn.Module, batch: Any, weight: Weight, check: Check) -> LossPart:
         """Computes the loss, as all devices do; it counts on the first: gradients are summands."""
-        return train(loss, model, batch, weight if self.speaks else weight.silenced(), check)
+        with self.at_work():
+            return train(loss, model, batch, weight if self.speaks else weight.silenced(), check)
 
     # ── the model's forward ──────────────────────────────────────────────────────────────────────────────
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs the model's own forward on tiles, and returns whole tensors."""
+        if not self.is_at_work:
+            return forward(*args, **kwargs)
         args, kwargs = tree_map(self._entering, args), tree_map(self._entering, kwargs)
         with self._tiled:
             found = forward(*args, **kwargs)
@@ -88,7 +104,13 @@ class TilesCut(Cut):
         """Run it once, in training mode, and leave everything as it was."""
         tiled = self._tiled
         args, kwargs = example
-        with in_mode(model, training=True), left_as_it_was(model), _named(model, tiled.where), torch.no_grad():
+        with (
+            in_mode(model, training=True),
+            left_as_it_was(model),
+            _named(model, tiled.where),
+            torch.no_grad(),
+            self.at_work(),
+        ):
             tiled.is_dry_run = True
             try:
                 model(*args, **kwargs)

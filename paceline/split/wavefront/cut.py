@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
@@ -10,7 +11,7 @@ from paceline.errors import ModelError, StrategyError
 from paceline.exchange.mailboxes import Peers
 from paceline.optim.models import own_state
 from paceline.split.balance import even_bounds
-from paceline.split.cut import SAME, WHOLE, Cut, Example, TensorPart
+from paceline.split.cut import SAME, WHOLE, Cut, Function, TensorPart
 from paceline.split.values import Wavefront
 from paceline.split.wavefront.recurrent_module import RecurrentModule
 
@@ -23,8 +24,8 @@ class WavefrontCut(Cut):
         self._split = split
         self._device_of: dict[str, int] = {}  # by parameter of a layer
 
-    def prepare(self, model: nn.Module, example: Example) -> None:
-        model, given = own_state(model), model
+    def prepare(self, function: Function, model: nn.Module, given: Any) -> None:
+        model, as_given = own_state(model), model
         stacked = self._stacked(model)
         _check_weights(model, stacked)
         for name, module in stacked.items():
@@ -36,7 +37,7 @@ class WavefrontCut(Cut):
                         self._device_of[f"{name}.{weight}" if name else weight] = device
                 if device == self.peers.rank:
                     recurrent = RecurrentModule(name or "the model", module, own, self.peers, self._split.time_block)
-                    recurrent.replace_forward(compiled=given is not model)
+                    recurrent.replace_forward(lambda: self.is_at_work, compiled=as_given is not model)
 
     def _stacked(self, model: nn.Module) -> dict[str, nn.RNNBase]:
         """Returns the recurrent modules of several layers, by name; refuses what cannot be cut."""

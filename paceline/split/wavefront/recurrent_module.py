@@ -34,12 +34,15 @@ class RecurrentModule:
         self._peers = peers
         self._time_block = time_block
 
-    def replace_forward(self, *, compiled: bool) -> None:
-        """Lets the module's forward make waves. If the model is `compiled`, its compiler goes around the module."""
+    def replace_forward(self, at_work: Callable[[], bool], *, compiled: bool) -> None:
+        """Lets the module's forward make waves while `at_work()`. If the model is `compiled`, its compiler goes around
+        the module."""
         # A model may be cut again, by another trainer: what counts is the forward that it came with.
         whole: Callable[..., Any] = getattr(self._module.forward, "whole", self._module.forward)
 
         def in_waves(*args: Any, **kwargs: Any) -> Any:
+            if not at_work():
+                return whole(*args, **kwargs)
             with _Redirected(self):
                 return whole(*args, **kwargs)
 

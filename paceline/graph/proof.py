@@ -1,0 +1,111 @@
+"""Whether a graph computes what the function computes: loss, gradients and buffers, on the same batch.
+
+torch.export does not notice everything: a user's own `autograd.Function` loses its backward, a number that changes from
+step to step becomes a constant. What is noticed here is refused; nothing of it is silent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.errors import ModelError
+from paceline.graph.call_graph import CallGraph
+from paceline.graph.capture import Function
+from paceline.graph.inputs import take_apart
+from paceline.optim.batchnorm import plain_batchnorm
+from paceline.optim.models import own_state
+from paceline.torch_private import tree_leaves
+
+CLOSE = 1e-5  # of a tensor's scale: both sides run the same kernels
+
+
+def compare(function: Function, model: nn.Module, given: Any, graph: CallGraph, *, gradients: bool) -> None:
+    """Raises a ModelError if the graph gives another loss than the function, or other gradients. The model, its
+    gradients and the random numbers are left as they were."""
+    model = own_state(model)
+    with plain_batchnorm(model):
+        _compare(function, model, given, graph, gradients=gradients)
+
+
+def _compare(function: Function, model: nn.Module, given: Any, graph: CallGraph, *, gradients: bool) -> None:
+    kept = [parameter.grad for parameter in model.parameters()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    random = torch.get_rng_state()
+
+    def run(compute: Callable[[], Any]) -> tuple[list[torch.Tensor], list[torch.Tensor | None], list[torch.Tensor]]:
+        torch.set_rng_state(random)
+        with torch.set_grad_enabled(gradients):
+            returned = [leaf for leaf in tree_leaves(compute()) if isinstance(leaf, torch.Tensor)]
+            found: list[torch.Tensor | None] = [None] * len(kept)
+            if gradients and returned and returned[0].requires_grad:
+                wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+                of = dict(zip(wanted, torch.autograd.grad(returned[0].sum(), wanted, allow_unused=True), strict=True))
+                found = [of.get(parameter) for parameter in model.parameters()]
+        changed = [buffer.clone() for buffer in model.buffers()]
+        for buffer, before in buffers:
+            buffer.data.copy_(before)  # unnoticed by a backward that is yet to come
+        return [tensor.detach() for tensor in returned], found, changed
+
+    try:
+        theirs = run(lambda: take_apart(function(model, given), "output")[0])
+        again = run(lambda: take_apart(function(model, given), "output")[0])
+        ours = run(lambda: run_whole(graph, model, given))
+    finally:
+        torch.set_rng_state(random)
+        for parameter, grad in zip(model.parameters(), kept, strict=True):
+            parameter.grad = grad
+    _raise_if_different(model, theirs, again, ours)
+
+
+def run_whole(graph: CallGraph, model: nn.Module, given: Any) -> list[Any]:
+    """Returns what the uncut graph gives."""
+    named = dict(model.named_parameters()) | dict(model.named_buffers())
+    inputs, _ = take_apart(given, "batch")
+    takes = [*graph.inputs, *graph.tensors.values(), *graph.constants]
+    gives = [value for value in graph.returned if not isinstance(value, torch.Tensor)]
+    values = [*inputs, *(named[name] for name in graph.tensors), *graph.constants.values()]
+    return list(graph.runs(graph.nodes, takes, gives)(*values))
+
+
+def _raise_if_different(model: nn.Module, theirs: Any, again: Any, ours: Any) -> None:
+    names = [name for name, _ in model.named_parameters()]
+    buffers = [name for name, _ in model.named_buffers()]
+    for one, other, what in (
+        (theirs, again, "it gives another {} when it is called again with the same batch, so it keeps something"),
+        (theirs, ours, "followed operator by operator it gives another {} than when it is called"),
+    ):
+        why = None
+        if not all(map(_close, one[0], other[0])) or len(one[0]) != len(other[0]):
+            why = "loss"
+        elif different := [name for name, a, b in zip(names, one[1], other[1], strict=True) if not _alike(a, b)]:
+            why = f"gradient of {different[0]}"
+        elif different := [name for name, a, b in zip(buffers, one[2], other[2], strict=True) if not _close(a, b)]:
+            why = f"buffer {different[0]}"
+        if why is not None:
+            raise ModelError(
+                "loss",
+                type(model).__name__,
+                what.format(why)
+                + "; a cut model cannot have a backward of its own (autograd.Function), state outside of "
+                "parameters and buffers, or numbers that change: use --replicas",
+            )
+
+
+def _alike(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Returns whether two gradients are the same; none at all is as good as zero."""
+    if one is None or other is None:
+        return (one is None or not bool(one.any())) and (other is None or not bool(other.any()))
+    return _close(one, other)
+
+
+def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    if not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other)
+    scale = float(one.abs().nan_to_num().max()) if one.numel() else 0.0
+    return torch.allclose(one, other, rtol=CLOSE, atol=CLOSE * scale + 1e-30, equal_nan=True)
