@@ -127,7 +127,8 @@ class _Flattened:
         (returned,) = self._add(exported.graph_module, copies, AROUND)
         self._graph.output(tuple(returned))
         self._drop_unused()
-        self.graph = CallGraph(self._graph, inputs, tensors, constants, list(returned), structure, self._values)
+        used = {name: node for name, node in tensors.items() if node.users}
+        self.graph = CallGraph(self._graph, inputs, used, constants, list(returned), structure, self._values)
 
     def _add(self, module: fx.GraphModule, copies: dict[fx.Node, Any], mode: Mode) -> list[Any]:
         """Adds the operators of a module, and of the blocks in it. Returns what it returns."""

@@ -24,12 +24,6 @@ def name_of(node: fx.Node) -> str:
     return str(schema.name).rpartition("::")[2]
 
 
-def full_name(node: fx.Node) -> str:
-    """Returns the name with its namespace and overload, by which it is found again: `aten::add_.Tensor`."""
-    schema = schema_of(node.target)
-    return str(node.target) if schema is None else f"{schema.name}.{schema.overload_name or 'default'}"
-
-
 def changed_by(node: fx.Node) -> Iterator[fx.Node]:
     """Yields the operands that an operator changes in place."""
     yield from _aliased(node, writes=True)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from paceline.exchange.mailboxes import DeviceGroup
 
@@ -23,6 +24,7 @@ class _Copied(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.group.all_reduce(dy), None
 
@@ -33,6 +35,7 @@ class _Reduced(torch.autograd.Function):
         return group.all_reduce(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
         return dy, None
 
@@ -46,6 +49,7 @@ class _Gathered(torch.autograd.Function):
         return torch.cat(parts, dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return dy.narrow(ctx.dim, ctx.start, ctx.length), None, None
 
@@ -58,6 +62,7 @@ class _Sliced(torch.autograd.Function):
         return x.narrow(dim, start, stop - start).contiguous()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return ctx.group.all_gather(dy, ctx.dim), None, None, None
 

@@ -105,6 +105,11 @@ class Cut:
         self.is_at_work = True
         try:
             yield
+        except RuntimeError as error:
+            if "once_differentiable" not in str(error):
+                raise
+            expected = "what devices exchange has a first derivative only; do not cut the model, use --replicas"
+            raise ModelError("loss", "a gradient of a gradient", expected) from error
         finally:
             self.is_at_work = False
 

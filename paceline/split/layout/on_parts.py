@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from paceline.exchange.mailboxes import DeviceGroup
 from paceline.optim.batchnorm import exact_batch_norm
@@ -204,6 +205,7 @@ class _OfRows(torch.autograd.Function):
         return (total.log() + largest - chosen) * counted, counted
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
         exponentials, total, own, here, counted = ctx.saved_tensors
         dy = dy * counted
@@ -222,6 +224,7 @@ class _HeardOnce(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
         return (dy if ctx.first else torch.zeros_like(dy)), None
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from paceline.errors import ModelError, StrategyError
 from paceline.exchange.mailboxes import DeviceGroup, Peers
@@ -113,7 +114,8 @@ class TilesCut(Cut):
         ):
             tiled.is_dry_run = True
             try:
-                model(*args, **kwargs)
+                with _own_functions_refused():
+                    model(*args, **kwargs)
             finally:
                 tiled.is_dry_run = False
         dry_run = tiled.dry_run
@@ -149,9 +151,27 @@ class _Entered(torch.autograd.Function):
         return torch.ops.aten.alias(x)  # type: ignore[no-any-return]  # a view might forget how a single image lies
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         total = ctx.group.all_reduce(dy)
         return total if ctx.on_all or ctx.group.index == 0 else torch.zeros_like(total), None, None
+
+
+@contextmanager
+def _own_functions_refused() -> Iterator[None]:
+    """Refuses a user's `autograd.Function`: it is given tiles, of which its backward knows nothing."""
+    apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+    def checked(kind: type, *args: Any, **kwargs: Any) -> Any:
+        if not kind.__module__.startswith(("paceline.", "torch.")):
+            raise ModelError("model", kind.__name__, "an autograd.Function is not cut into tiles; use --replicas")
+        return apply(kind, *args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(checked)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
 
 
 @contextmanager

@@ -1,0 +1,120 @@
+"""A cut model is right in every call: of another kind than the loss makes, on one device alone, by another method."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import Start
+
+SCRIPT = """
+import json
+import torch, torch.nn as nn, torch.nn.functional as F
+import paceline as pl
+
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(0)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.drop, self.fc2 = nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)
+    def forward(self, x, y=None, scale=1.0):
+        found = self.decode(torch.tanh(self.fc1(x))) * scale
+        return found if y is None else F.cross_entropy(found, y)
+    def decode(self, h):
+        return self.fc2(self.drop(h))
+
+x, y = torch.randn(24, 6), torch.randint(0, 3, (24,))
+model = Net()
+trainer = pl.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, batch: model(*batch))
+for batch in trainer.batches((x, y), batch_size=8, epochs=2):
+    trainer.drop = trainer.step(batch)
+ask = trainer.predictor()
+told = {"evaluated": [trainer.evaluate((x, y), lambda model, batch: model(*batch)) for _ in range(3)]}
+told["predicted"] = ask(x[:2]).tolist()
+told["scaled"] = [ask(x[:2], scale=scale).sum().item() for scale in (1.0, 2.0, 3.0)]
+model.eval()
+with torch.no_grad():
+    told["called"] = model(x[:2]).tolist()
+    told["decoded"] = model.decode(torch.ones(1, 8)).tolist()
+    if trainer.device == 0:
+        told["alone"] = model(x[2:4]).tolist()
+    if trainer.chief:
+        told["whole"] = list(model.fc1.weight.shape)
+print(json.dumps(told))
+"""
+
+
+@pytest.mark.parametrize("flags", ["--mesh model=2 --layout hidden=model", "--stages 2"])
+def test_calls_of_every_kind_are_those_of_the_whole_model(start: Start, flags: str) -> None:
+    script = SCRIPT.replace("nn.Dropout(0.5)", "nn.Dropout(0.0)") if "stages" in flags else SCRIPT
+    (alone,) = start(script, None).fine().said(0)
+    cut = start(script, flags).fine()
+    for device in (0, 1):
+        (found,) = cut.said(device)
+        for name, value in found.items():
+            assert _flat(value) == pytest.approx(_flat(alone[name]), rel=1e-12), name
+    assert len(set(alone["evaluated"])) == 1
+
+
+def _flat(value: object) -> list[float]:
+    return [number for entry in value for number in _flat(entry)] if isinstance(value, list) else [float(str(value))]
+
+
+STATE = """
+import torch, paceline as pl
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+temperature = 1.0
+def loss(model, x):
+    return model(x).square().mean() * temperature
+trainer = pl.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+for batch in trainer.batches(torch.randn(64, 6), batch_size=8):
+    trainer.step(batch)
+    temperature *= 0.9
+"""
+
+
+def test_a_number_that_changes_from_step_to_step_is_noticed(start: Start) -> None:
+    run = start(STATE, "--mesh model=2 --layout hidden=model").end()
+    assert run.code != 0
+    assert "gives another loss than when it is called" in run.err
+    assert "Traceback" not in run.err
+
+
+REFUSED = """
+import torch, torch.nn as nn, paceline as pl
+torch.manual_seed(0)
+class Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x.round()
+    @staticmethod
+    def backward(ctx, dy): return dy
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 2, 3, padding=1)
+    def forward(self, x):
+        return self.second(ROUNDED(self.first(x)))
+def penalized(model, x):
+    x = x.requires_grad_()
+    found = model(x).square().mean()
+    (slope,) = torch.autograd.grad(found, x, create_graph=True)
+    return found + slope.square().sum()
+model = Net()
+trainer = pl.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), LOSS)
+for batch in trainer.batches(torch.randn(8, 1, 8, 8), batch_size=4):
+    trainer.step(batch)
+"""
+
+
+@pytest.mark.parametrize("flags", ["--tiles 2", "--stages 2", "--mesh model=2 --layout channels=model"])
+@pytest.mark.parametrize(
+    ("rounded", "loss"), [("Rounded.apply", "lambda model, x: model(x).square().mean()"), ("torch.tanh", "penalized")]
+)
+def test_a_backward_of_ones_own_and_a_gradient_of_a_gradient_are_refused(
+    start: Start, flags: str, rounded: str, loss: str
+) -> None:
+    run = start(REFUSED.replace("ROUNDED", rounded).replace("LOSS", loss), flags).end()
+    assert run.code != 0
+    assert "--replicas" in run.err
+    assert "Traceback" not in run.err
