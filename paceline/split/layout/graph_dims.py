@@ -56,7 +56,7 @@ class GraphDims:
     def _op(self, node: fx.Node, rules: Mapping[str, Rule]) -> Op:
         if not has_tensors(self.call.values[node]) and not any(changed_by(node)):
             return Op(None, whole=self._all_of(node))
-        if node in self.changing:
+        if node in self.changing or any(map(self._has_no_dims, (node, *node.all_input_nodes))):
             return self._alike(node)  # who changes a part of something, or a view of it, must have all of it
         rule = rules.get(name_of(node).removesuffix("_"))
         op = rule(self, node) if rule is not None else None
@@ -66,15 +66,20 @@ class GraphDims:
         """Returns what an operator without a rule does: all operands are whole, and all devices compute the same."""
         return Op(self.fresh(self.call.values[node]), whole=self._all_of(node), has_rule=False)
 
+    def _has_no_dims(self, node: fx.Node) -> bool:
+        value = self.call.values[node]
+        return isinstance(value, torch.Tensor) and self.fresh(value) is None
+
     def _all_of(self, node: fx.Node) -> list[Dim]:
         return [dim for operand in node.all_input_nodes for dim in flat_dims(self.dims[operand])]
 
     # ── for rules ────────────────────────────────────────────────────────────────────────────────────────
 
     def fresh(self, value: Any) -> Any:
-        """Returns new dims for a value: one atom each."""
+        """Returns new dims for a value: one atom each; None if its shape follows from values, as that of `x[x > 0]`."""
         if isinstance(value, torch.Tensor):
-            return [[Atom(int(size))] for size in value.shape]
+            known = all(isinstance(size, int) for size in value.shape)
+            return [[Atom(size)] for size in value.shape] if known else None
         if isinstance(value, (tuple, list)):
             return tuple(self.fresh(item) for item in value)
         return None
