@@ -158,16 +158,26 @@ def mbit_per_s(hosts: EmulatedHosts, transfers: list[tuple[int, int]], transfer_
     return rates
 
 
+def assert_as_fast(hosts: EmulatedHosts, links: list[tuple[int, int]], size: int, expected: list[int]) -> None:
+    """Never faster than it says; and as fast at one of a few tries, since others may want the cores at any one."""
+    for _ in range(5):
+        found = mbit_per_s(hosts, links, size)
+        assert all(rate <= 1.2 * limit for rate, limit in zip(found, expected, strict=True)), found
+        if found == pytest.approx(expected, rel=0.2):
+            return
+    pytest.fail(f"{found} at the last of five tries, instead of {expected}")
+
+
 @needs_root
 def test_a_link_is_as_fast_as_it_says_in_both_directions_at_once() -> None:
     with EmulatedHosts(Emulation(2, "100mbit")) as hosts:
-        assert mbit_per_s(hosts, [(0, 1), (1, 0)], 4_000_000) == pytest.approx([96, 96], rel=0.2)
+        assert_as_fast(hosts, [(0, 1), (1, 0)], 4_000_000, [96, 96])
 
 
 @needs_root
 def test_a_host_does_not_receive_faster_than_its_link_when_two_send() -> None:
     with EmulatedHosts(Emulation(3, "100mbit")) as hosts:
-        assert mbit_per_s(hosts, [(1, 0), (2, 0)], 2_000_000) == pytest.approx([96], rel=0.2)
+        assert_as_fast(hosts, [(1, 0), (2, 0)], 2_000_000, [96])
 
 
 @needs_root
