@@ -22,7 +22,7 @@ class Precision:
 
 
 @dataclass(frozen=True)
-class Result:
+class VerifyResult:
     """A verdict, and how it came about."""
 
     verdict: Verdict

@@ -23,7 +23,7 @@ from paceline.cli.cut import add_cut_arguments
 from paceline.cli.plan import Plan, resolve
 from paceline.cli.run import add_server_arguments, add_strategy_arguments, not_used
 from paceline.cli.unused import unused
-from paceline.cli.verified import Precision, Result
+from paceline.cli.verified import Precision, VerifyResult
 from paceline.errors import LaunchError, StrategyError
 from paceline.launch.job import run_alone
 from paceline.launch.supervisor import Supervisor
@@ -92,7 +92,7 @@ def execute(options: argparse.Namespace) -> int:
             forget_asked(alone)
             not_asked = "under this rule replicas are not at the same step"
         verdict = compare(alone, distributed, tolerance, dtype=precision.dtype)
-        result = Result(verdict, precision, asked=asks, not_asked=not_asked)
+        result = VerifyResult(verdict, precision, asked=asks, not_asked=not_asked)
     print(result.as_json() if options.json else result.in_words(plan))
     return 0 if result.verdict.equal else 1
 

@@ -4,8 +4,8 @@ A kind of call is a function (the loss, a metric), the modes its modules are in,
 it is given but for the values of tensors. Its graph is captured when it comes up for the first time. The model itself
 stays whole, and so whatever else a script computes with it is right, on whichever device.
 
-The loss is held against its graph on the first batch, gradients and all, and its value on batches 2, 4, 8 …: numbers
-that change from step to step, and that a graph has for good, come to light there.
+The loss is held against its graph on the first batch, gradients and all, and its value on batches 2, 4, 8 … and on the
+first of every other shape: numbers that change from step to step, and that a graph has for good, come to light there.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class _Kind:
     call: CallGraph
     compute: Compute
     times: int = 0
+    proven: bool = False  # its gradients too, before the first step
 
     def fits(self, about: _About, structure: Structure) -> bool:
         return self.about.same_as(about) and self.structure.same_as(structure)
@@ -94,7 +95,7 @@ class GraphCut(Cut):
         compare(function, self.model, given, call, gradients=torch.is_grad_enabled())
         tensors, structure = take_apart(given, "batch")
         self.decide(call, tensors)
-        self._keep(call, _about(function, self.model, tensors), structure)
+        self._keep(call, _about(function, self.model, tensors), structure).proven = True
 
     def sized(self, given: Any) -> Any:
         """Returns as much of a batch as is computed at once."""
@@ -138,7 +139,7 @@ class GraphCut(Cut):
     def look(self, kind: _Kind, batch: Any) -> None:
         """Holds the loss against its graph, now and then."""
         kind.times += 1
-        if kind.times > 1 and kind.times & (kind.times - 1) == 0:
+        if kind.times & (kind.times - 1) == 0 and not (kind.times == 1 and kind.proven):
             compare(kind.about.function, self.model, batch, kind.call, gradients=False)
 
     def call(self, function: Function, model: nn.Module, given: Any) -> Any:
