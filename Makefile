@@ -5,19 +5,22 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 ZOO    := .zoo
 
-.PHONY: demo test soak bench peers torch-suite zoo lint format clean
+.PHONY: demo test soak bench planned peers torch-suite zoo lint format clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 test: lint
-	$(BIN)/python -m pytest -m "not soak"
+	$(BIN)/python -m pytest -m "not soak" -n 2 --dist loadfile
 
 soak: $(READY)
 	$(BIN)/python -m pytest -m soak --timeout 1800
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks
+
+planned: $(READY)
+	$(BIN)/python -m benchmarks.planned
 
 peers: $(READY)
 	$(BIN)/python -m benchmarks.peers

@@ -40,6 +40,7 @@ SUITE = (
     "stages",
     "predict",
     "tiles",
+    "published",
 )
 DOCS = Path(__file__).parent.parent / "docs"
 LEAST_ROUNDS = 3

@@ -1,4 +1,5 @@
-"""Stacked LSTM layers over 64 time steps, cut by layer and time over two devices, each a pinned core, against one."""
+"""Stacked LSTM layers over 64 time steps, as one module and as cells in a loop, cut by layer and time over two devices,
+each a pinned core, against one."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ TITLE = "LSTM of 2 and 4 layers, hidden 512, 64 steps, batch 32, --wavefront 2"
 LEAST = 1.4
 TIME_BLOCK = 8  # the default, which is held to the bar
 ALONE = "one device"
+CELLS = "cells in a loop, "
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,11 @@ def run(setting: Setting) -> Result:
         for block in size.time_blocks:
             flags = ("--wavefront", "2", "--time-block", str(block))
             contestants[_in_waves(depth, block)] = partial(training.replicas, 1, *flags)
+        cells = replace(training, model="cells")
+        contestants[f"{CELLS}{depth} layers, {ALONE}"] = cells.one_process
+        contestants[CELLS + _in_waves(depth, TIME_BLOCK)] = partial(
+            cells.replicas, 1, "--wavefront", "2", "--time-block", str(TIME_BLOCK)
+        )
         for count in size.micro_batches:
             contestants[_pipelined(depth, count)] = partial(_pipeline, training, count)
     series = time_in_turns(contestants, setting, "ms a step")
@@ -83,6 +90,11 @@ def _claims(series: Mapping[str, Series], depth: int, size: Size) -> list[Claim]
         for block in size.time_blocks
     ]
     claims += [
+        Claim(
+            text=f"{CELLS}{depth} layers, training, time blocks of {TIME_BLOCK}: two devices over one",
+            rounds=per_round(series[f"{CELLS}{depth} layers, {ALONE}"], series[CELLS + _in_waves(depth, TIME_BLOCK)]),
+            at_least=LEAST,
+        ),
         Claim(
             text=f"LSTM of {depth} layers, training, torch's pipeline: two devices over one",
             rounds=per_round(alone, pipeline),

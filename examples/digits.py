@@ -2,6 +2,7 @@
 
 python examples/digits.py                           # one process
 paceline run examples/digits.py --replicas 2        # two replicas, the same result
+paceline compare examples/digits.py --until "accuracy>=0.97" --strategies "async, sync, mirrored, layout hidden, one"
 """
 
 import argparse
@@ -37,10 +38,11 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=100)
     parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--seed", type=int, default=0, help="of the initial weights and of the order of samples")
     parser.add_argument("--save", help="write a checkpoint here, and go on from it if it is there")
     options = parser.parse_args()
 
-    torch.manual_seed(0)
+    torch.manual_seed(options.seed)
     width = options.width
     model = nn.Sequential(nn.Linear(64, width, bias=False), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -49,11 +51,14 @@ def main() -> None:
     trainer = pl.Trainer(model, optimizer, loss)
     if options.save:
         trainer.resume(options.save)
-    for batch in trainer.batches(train_set, options.batch_size, epochs=options.epochs, seed=0):
-        trainer.step(batch)
+    found = 0.0
+    for _ in range(options.epochs):
+        for batch in trainer.batches(train_set, options.batch_size, seed=options.seed):
+            trainer.step(batch)
+        found = trainer.evaluate(test_set, accuracy, name="accuracy")
     if options.save:
         trainer.save(options.save)
-    print(f"accuracy {trainer.evaluate(test_set, accuracy):.4f} after {trainer.steps} updates")
+    print(f"accuracy {found:.4f} after {trainer.steps} updates")
 
 
 if __name__ == "__main__":

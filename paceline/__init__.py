@@ -22,6 +22,7 @@ from paceline.strategy import Centralized, Mirrored
 if TYPE_CHECKING:
     from paceline.collectives import barrier, broadcast, gather, mean
     from paceline.distributed import distribute, place
+    from paceline.graph.whole import whole
     from paceline.serve.predictor import load
     from paceline.trainer import Trainer
 
@@ -45,6 +46,7 @@ __all__ = [
     "load",
     "mean",
     "place",
+    "whole",
 ]
 
 _LAZY = {
@@ -56,6 +58,7 @@ _LAZY = {
     "load": "paceline.serve.predictor",
     "mean": "paceline.collectives",
     "place": "paceline.distributed",
+    "whole": "paceline.graph.whole",
 }
 
 

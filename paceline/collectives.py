@@ -25,8 +25,10 @@ import torch
 from torch import nn
 
 from paceline.errors import InvalidInput, ReplicaDied, StrategyError
-from paceline.exchange.board import COLLECTIVE_BITS, Kind, Members, Phase, Word
+from paceline.exchange.board import COLLECTIVE_BITS, Members
+from paceline.exchange.other_hosts import OtherHosts
 from paceline.exchange.together import Together
+from paceline.exchange.words import Kind, Phase, Word
 from paceline.memory.arena import Arena
 from paceline.mirrored.opening import meet
 from paceline.run_place import Place, find_place
@@ -100,6 +102,8 @@ class _Others:
         board.announce(place.row)
         self._rows = place.rows
         self._together = Together(board, place.row, place.strategy.timeout_s)
+        if self._links is not None:
+            OtherHosts(self._together, self._links)
 
     def exchange(self, kind: Kind, given: bytes) -> list[bytes]:
         """What every replica gives; of one that is cut, what its first device does."""

@@ -30,15 +30,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.errors import LaunchError, ModelError, ReplicaDied, StrategyError
-from paceline.exchange.board import Board, Kind, Members, Phase, Word
+from paceline.exchange.board import Board, Members
 from paceline.exchange.links import Links
 from paceline.exchange.together import Together
+from paceline.exchange.words import Kind, Phase, Word
 from paceline.machine import check_shared_words
 from paceline.mirrored.opening import meet
 from paceline.mirrored.reducer import MeanReducer
 from paceline.mirrored.shared_model import SharedModel
 from paceline.optim.models import buffers_of, grouped_parameters
 from paceline.run_place import Place, find_place
+from paceline.slow_replicas import slow_words
 from paceline.torch_private import after_backward, buffer_tables
 
 COMPARE_EVERY = 16  # exchanges; looking takes longer than a small exchange
@@ -72,6 +74,8 @@ def distribute(model: Model, optimizer: SomeOptimizer) -> tuple[Model, SomeOptim
         )
     if (split := where.strategy.split) is not None:
         raise StrategyError("split", split.words, "a loop of one's own is not cut; use pl.Trainer, or give --replicas")
+    if where.slow:
+        raise StrategyError("slow", slow_words(where.slow), "a loop of one's own computes by itself; use pl.Trainer")
     if where.world == 1 and where.board is None:
         model.no_sync = contextlib.nullcontext  # type: ignore[assignment]
         return model, optimizer

@@ -18,6 +18,7 @@ from typing import Literal
 import msgspec
 
 from paceline.errors import InvalidInput, LaunchError, StrategyError
+from paceline.profile.values import ProfileRequest
 from paceline.strategy import Mirrored, Strategy, difference
 
 PLACE_VARIABLE = "PACELINE_PLACE"
@@ -31,7 +32,8 @@ class Recording(msgspec.Struct, frozen=True):
     folder: str
     steps: int
     dtype: Literal["float64", "float32"] = "float32"  # float32: whatever the script computes in
-    asks: bool = False  # after the last step, for the loss in eval mode; one process only if the script asks nothing
+    asks: bool = False  # after the last step, for the loss in eval mode
+    calls: bool = False  # and then for what the model answers to the call that the loss makes
     tables: bool = False  # the strategy has sparse embeddings on servers
 
 
@@ -64,9 +66,12 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     board: int | None = None  # descriptor of the host's board; None: agree on one through the rendezvous
     rendezvous: str | None = None  # address:port of the store that joins the hosts
     master: str | None = None  # address:port for a process group that the script itself makes, as torchrun gives it
+    findings: int | None = None  # descriptor of the pipe in which this process tells what it found
     run_folder: str | None = None
     restarted: bool = False  # a new process in the place of one that died
     save_on_stop: str | None = None
+    most_steps: int | None = None  # of the whole run, after which it stops
+    slow: dict[int, float] = {}  # by replica: how many times as long its computing is made to take
     strategy: Strategy = Mirrored()
     servers: ServersPlace | None = None
     recording: Recording | None = None
@@ -74,6 +79,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     started_by: Literal["paceline run", "torchrun", "python", "reference"] = "paceline run"
     dims: dict[str, str] = {}  # names of parameters' dims, as the script gives them
     dims_to: str | None = None  # write down what dims the model has, in this file, and end (`paceline dims`)
+    profiling: ProfileRequest | None = None  # measure the first step instead of making it, and end (`paceline plan`)
 
     @property
     def rank(self) -> int:

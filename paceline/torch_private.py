@@ -1,9 +1,9 @@
 """What Paceline uses of torch's private parts: what each is for, and what happens where it is missing.
 
 Two of our accelerations are loans, because they change what torch does: its compiler is loaded late
-(`launch/quick_start.py`), and linear layers write their gradient in place (`optim/linear_gradients.py`). Both stay away
-from a torch that they were not tested with, and `PACELINE_PLAIN_TORCH=1` switches both off; results are the same, and
-starts and steps take longer. Whatever else is missing is said in a sentence as soon as it is asked for.
+(`launch/quick_start.py`), and linear layers and embeddings write their gradient in place (`optim/direct_gradients.py`).
+Both stay away from a torch that they were not tested with, and `PACELINE_PLAIN_TORCH=1` switches both off; results are
+the same, and starts and steps take longer. Whatever else is missing is said in a sentence as soon as it is asked for.
 
 What torch calls by such a name is where it looks for it: the methods of `torch_group/process_group.py`.
 
@@ -92,8 +92,8 @@ _WHERE = {
     "pack_matrix": ("torch", "ops.mkldnn._reorder_linear_weight"),
     "packed_product": ("torch", "ops.mkldnn._linear_pointwise"),
     "packed_product_plus": ("torch", "ops.mkldnn._linear_pointwise.binary"),
-    # Of the linear layers, a loan: whether a node's gradient is accumulated by the backward that is running, and
-    # whether `torch.func` is at work.
+    # Of gradients that are written in place, a loan: whether a node's gradient is accumulated by the backward that is
+    # running, and whether `torch.func` is at work.
     "backward_will_run": ("torch._C", "_will_engine_execute_node"),
     "inside_torch_func": ("torch._C", "_are_functorch_transforms_active"),
 }
@@ -122,6 +122,16 @@ def schema_of(operator: Any) -> Any:
     return getattr(operator, "_schema", None)
 
 
+def is_operator(value: Any) -> bool:
+    """Whether something is one operator of torch's registry, and no function or namespace of it."""
+    from torch._ops import OpOverload
+
+    return isinstance(value, OpOverload)
+
+
+FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")  # attributes in which a module has them
+
+
 @contextmanager
 def masks_unread() -> Iterator[None]:
     """torch's TransformerEncoder and decoder do not look meanwhile whether a mask is the causal one, which a graph
@@ -143,14 +153,35 @@ def masks_unread() -> Iterator[None]:
         transformer._detect_is_causal_mask = look
 
 
+def expression_of(size: torch.SymInt) -> Any:
+    """What a size is that torch.export leaves open, as an expression of sympy."""
+    return size.node.expr
+
+
+def conditions_of(size: torch.SymInt) -> list[Any]:
+    """What has to hold of open sizes for a graph to be right, as expressions of sympy. Where torch keeps them elsewhere
+    there are none to be found, and graphs are held against what they were captured from."""
+    environment = size.node.shape_env
+    found = [guard.expr for guard in getattr(environment, "guards", ())]
+    asserted = getattr(environment, "deferred_runtime_asserts", {})
+    found += [entry.expr for entries in asserted.values() for entry in entries]
+    found = [environment.replace(condition) for condition in found]  # sizes that turned out to be numbers
+    for symbol, bounds in getattr(environment, "var_to_range", {}).items():
+        if symbol in size.node.expr.free_symbols:
+            found += [symbol >= bounds.lower, symbol <= bounds.upper]
+    return found
+
+
 # ── the loans ────────────────────────────────────────────────────────────────────────────────────────────────
 
 TESTED = ((2, 9), (2, 15))  # the oldest and the newest torch that all tests of the loans have run with
 PLAIN_TORCH = "PACELINE_PLAIN_TORCH"
 
-# For the compiler's late loading: the module that is not to be loaded; the decorator of every optimizer's `step`, which
-# loads it; and where `torch._compile` keeps, at a method, the form of it that the compiler knows.
+# For the compiler's late loading: the module that is not to be loaded, and the one that loads it with what
+# `torch.export` needs beside it; the decorator of every optimizer's `step`, which loads it; and where `torch._compile`
+# keeps, at a method, the form of it that the compiler knows.
 COMPILER = "torch._dynamo"
+EXPORTER = "torch.export._trace"
 STEP_DECORATOR = "_use_grad_for_differentiable"
 KNOWN_TO_COMPILER = "__dynamo_disable"
 

@@ -20,12 +20,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from paceline.data import Feed, Ledger, open_feed
+from paceline.data.script_call import describe_function
 from paceline.data.settings import DataSettings
 from paceline.data.settings import settle as settle_data
-from paceline.errors import DataError, PacelineError, StrategyError
+from paceline.errors import DataError, ModelError, PacelineError, StrategyError
 from paceline.loop.engine import ServersControl
 from paceline.loop.evaluation import Evaluation, Metric
 from paceline.loop.passes import Passes
+from paceline.loop.telling import check_name, check_values
 from paceline.loop.training_loop import Training, TrainingLoop
 from paceline.opening import open_engine
 from paceline.optim.models import evaluating
@@ -77,7 +79,7 @@ class Trainer:
             self._place.recording, is_reference=self._place.started_by == "reference"
         )
         precision.prepare(model, optimizer)
-        passes = Passes(precision.of(loss), accumulate)
+        passes = Passes(precision.of(loss), accumulate, self._place.slow)
         training = Training(model, optimizer, scheduler, clip_norm, passes, self._place, precision)
         self._loop = TrainingLoop(training, open_engine(training))
 
@@ -218,14 +220,20 @@ class Trainer:
         batch_size: int | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         workers: int | None = None,
+        name: str | None = None,
     ) -> Any:
         """The mean of `metric(model, batch)` over all samples: a number, or a dict of numbers. A mean over anything
         else is returned by the metric as `(sum, count)`.
+
+        With a `name` the run tells it, once: in its events, its display, its summary, and to `--until`. Of a dict each
+        number is `name/key`.
 
         The model is in eval mode and the samples are divided among the replicas, in batches of at most `batch_size`
         (256, or that of a DataLoader). `workers` processes load them.
         """
         asked = settle_data(DataSettings(dataset, batch_size, collate=collate, workers=workers))
+        if name is not None:
+            check_name("name of the evaluation", name)
         if asked.drop_last:
             raise DataError("drop_last of the DataLoader", True, "evaluate counts every sample, leave it out")
         at_once = 256 if asked.batch_size is None else asked.batch_size
@@ -234,21 +242,45 @@ class Trainer:
                 raise DataError("dataset", type(asked.dataset).__name__, "evaluate on one that has a length")
             ledger = Ledger(feed.length, at_once, shuffle=False)
             load = lambda part: feed.load(ledger, 0, part)  # noqa: E731
-            call = self._loop.describe_call("evaluate", feed)
+            call = msgspec.structs.replace(
+                self._loop.describe_call("evaluate", feed), batch_size=at_once, metric=describe_function(metric)
+            )
             self._loop.engine.rest()
             with evaluating(self.model), torch.no_grad():
                 compute = self._loop.engine.compute
-                return self._loop.evaluate(Evaluation(self._precision.of(metric), compute, load, call, at_once))
+                evaluation = Evaluation(self._precision.of(metric), compute, load, call, at_once)
+                return self._loop.evaluate(evaluation, name)
+
+    def log(self, values: Mapping[str, Any] | None = None, /, **named: Any) -> None:
+        """Tell numbers of the script's own, as in `trainer.log(lr=0.1)` or `trainer.log({"train/lr": 0.1})`: they are
+        in the run's events, its display, its summary, and `--until` may ask for them.
+
+        Every replica may call it: what the one in charge says is told, once. In plain `python` nothing is written.
+        """
+        if not isinstance(values, Mapping | None):
+            raise DataError("what is logged", type(values).__name__, "give numbers by name, as in log(lr=0.1)")
+        self._loop.log(check_values({**(values or {}), **named}))
+
+    def predict(self, *args: Any, method: str = "__call__", **kwargs: Any) -> Any:
+        """`model(*args, **kwargs)` as the model stands now, in eval mode and without gradients; or another `method` of
+        it, as in `trainer.predict(tokens, method="generate")`. Afterwards each module is in its own mode again.
+
+        This process computes it by itself on the whole model, under every strategy: any one may call it, all may, each
+        with what it likes. What the model returns comes back as it is.
+        """
+        if not callable(getattr(self.model, method, None)):
+            raise ModelError("method", method, f"a {type(self.model).__name__} has none of this name, give one it has")
+        return self._loop.predict_alone(method, args, kwargs)
 
     def predictor(self) -> Callable[..., Any]:
-        """Answers single requests as the model stands: `predictor(*args)` is `model(*args)` in eval mode, without
-        gradients, on the cut model if it is cut. All devices of a replica ask the same together, and each gets the
-        whole answer; the first time all replicas do, unless there was a step or an evaluation before.
+        """`predict` by all devices of a cut model together, for one that answers too slowly on one: `predictor(*args)`
+        is `model(*args)` in eval mode, without gradients. All devices of a replica ask the same together, and each gets
+        the whole answer.
 
         Outside a run, `pl.load` cuts a saved model over devices that one plain process asks.
         """
         if self._place.strategy.on_servers:
-            raise StrategyError("predictor", "with servers", "save the model and open it with pl.load")
+            raise StrategyError("predictor", "with servers", "call trainer.predict, or save the model and use pl.load")
 
         def predictor(*args: Any, **kwargs: Any) -> Any:
             with evaluating(self.model), torch.no_grad():

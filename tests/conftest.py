@@ -6,12 +6,16 @@ test can compare what the replicas say.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,19 +27,36 @@ import pytest
 TESTS = Path(__file__).parent
 # Some virtual machines report AMX and trap its instructions: torch's own products of bf16 (Muon's) would end the test.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+# Graphs that are kept: for this run of the tests alone.
+os.environ["PACELINE_CACHE"] = _kept = tempfile.mkdtemp(prefix="paceline-tests-")
+atexit.register(shutil.rmtree, _kept, ignore_errors=True)
+# Hundreds of processes are started: none but the first compiles what it imports of ours (0.35 s of each otherwise).
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 MAIN = "import sys; from paceline.cli import main; sys.exit(main())"
+
+
+def pytest_collection_finish() -> None:
+    """Python's collector need not go through torch and all tests again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 class Run:
     """A `paceline` command in a folder of its own, still running until `end`."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, stdin: int | None = None) -> None:
         self.folder = folder
         # Threads of torch cost more than they give at these sizes, and one process must not differ from several.
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.process = subprocess.Popen(
-            arguments, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            arguments,
+            cwd=folder,
+            env=environment,
+            text=True,
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         self.began = time.monotonic()
 
@@ -67,7 +88,7 @@ class Run:
         return path.read_text()
 
     def said(self, replica: int) -> list[dict[str, Any]]:
-        """The JSON lines that this replica printed, or plain `python` without replicas."""
+        """The JSON lines that this replica printed, or the one process without replicas."""
         text = self.log(replica) if self.path.exists() else self.out
         return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
@@ -127,7 +148,8 @@ Start = Callable[..., Run]
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     """`start(script, "--replicas 2", "--its own arguments")`: the script under `paceline run`, in a new folder.
 
-    `script` is a path, or the text of one. With `flags=None` it is plain `python script`.
+    `script` is a path, or the text of one. With `flags=None` it is one process, as `paceline verify` starts it: what
+    plain `python script` does, in half the time (`tests/test_examples.py` has that).
     """
     runs: list[Run] = []
 
@@ -136,7 +158,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
         if isinstance(script, str):
             (folder / "train.py").write_text(script)
             script = Path("train.py")
-        command = [sys.executable, str(script)]
+        command = [sys.executable, "-m", "paceline.launch.script", str(script)]
         if flags is not None:
             command = [sys.executable, "-c", MAIN, "run", str(script), "--run-folder", "run", "--quiet"]
             command += [*shlex.split(flags), "--"]

@@ -23,8 +23,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from paceline.exchange.board import Board, Phase, Word
+from paceline.exchange.board import Board
 from paceline.exchange.sums import SharedSums
+from paceline.exchange.words import Phase, Word
 from paceline.memory.model_arena import ModelArena
 from paceline.mirrored.owner import Owner
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,6 +31,16 @@ class SameRows(Rows):
     """Another class."""
 
 
+class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+    """As a library splits it by rank, where there are RANK and WORLD_SIZE."""
+
+    def __init__(self, begin: int, every: int) -> None:
+        self.begin, self.every = begin, every
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(X[self.begin :: self.every])
+
+
 def told(**what: Any) -> None:
     sys.stdout.write(json.dumps(what) + "\n")
 
@@ -50,6 +61,23 @@ def train(dataset: Any = X, batch_size: int = 4, options: dict[str, Any] | None 
 
 def evaluate(dataset: Any) -> None:
     new_trainer().evaluate(dataset, lambda model, x: model(x).mean(), batch_size=8)
+
+
+def evaluate_by(metric: Any) -> None:
+    new_trainer().evaluate(X, metric, batch_size=8)
+
+
+def smallest(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).min()
+
+
+def largest(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).max()
+
+
+def mean_and_largest(model: nn.Module, x: torch.Tensor) -> Any:
+    found = model(x)
+    return {"mean": found.mean(), "largest": found.max()} if ODD else {"mean": found.mean()}
 
 
 def one_loop_more() -> None:
@@ -75,6 +103,7 @@ CASES = {
     "drop_last": lambda: train(X[:39], drop_last=ODD),
     "values": lambda: train(X + int(ODD)),
     "indices": lambda: train(torch.utils.data.Subset(Rows(), range(ODD, 39 + ODD))),
+    "stream": lambda: train(Stream(ODD, 2)),
     "class": lambda: train(SameRows() if ODD else Rows()),
     "accumulate": lambda: train(options={"accumulate": 2 if ODD else 1}),
     "clip_norm": lambda: train(options={"clip_norm": 0.5 if ODD else 1.0}),
@@ -82,6 +111,9 @@ CASES = {
     "more": one_loop_more,
     "evaluation length": lambda: evaluate(X[: 39 if ODD else 40]),
     "evaluation values": lambda: evaluate(X + int(ODD)),
+    "evaluation batch_size": lambda: new_trainer().evaluate(X, mean_and_largest, batch_size=8 + ODD),
+    "evaluation metric": lambda: evaluate_by(smallest if ODD else largest),
+    "evaluation returns": lambda: evaluate_by(mean_and_largest),
 }
 
 

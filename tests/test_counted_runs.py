@@ -18,6 +18,12 @@ def alone(start: Start) -> Run:
     return start(SCRIPT, None).fine()
 
 
+@pytest.fixture(scope="module")
+def exact(start: Start) -> Run:
+    """One process, on counts of a million a sample."""
+    return start(SCRIPT, None, "--many").fine()
+
+
 def parameters(run: Run) -> dict[str, torch.Tensor]:
     return load_file(Path(run.folder) / "model.safetensors")
 
@@ -44,7 +50,7 @@ def assert_like(run: Run, alone: Run, rel: float, replicas: int = 1) -> None:
         ("--replicas 3", 3),
         ("--replicas 3 --servers 2 --exchange tcp", 3),
         ("--replicas 1 --servers 1 --async --stale compensate", 1),  # each gradient by itself: of whole batches
-        ("--replicas 1 --servers 1 --bounded 1", 1),
+        pytest.param("--replicas 1 --servers 1 --bounded 1", 1, marks=pytest.mark.soak),  # the same path as async
     ],
 )
 def test_steps_and_evaluations_are_those_of_one_process(flags: str, replicas: int, start: Start, alone: Run) -> None:
@@ -52,19 +58,18 @@ def test_steps_and_evaluations_are_those_of_one_process(flags: str, replicas: in
 
 
 @pytest.mark.parametrize("flags", ["--exchange collective --wire fp16", "--servers 1 --exchange tcp --wire int8"])
-def test_wires_of_few_bits_carry_gradients_of_sums_over_millions(flags: str, start: Start) -> None:
+def test_wires_of_few_bits_carry_gradients_of_sums_over_millions(flags: str, start: Start, exact: Run) -> None:
     """As they are those would not fit into 16 bits."""
-    exact = start(SCRIPT, None, "--many").fine()
     assert_like(start(SCRIPT, f"--replicas 2 {flags}", "--many").fine(), exact, 2e-2, 2)
 
 
-def test_tables_on_servers_are_updated_by_the_gradient_of_the_mean(start: Start) -> None:
+@pytest.mark.parametrize("flags", ["--only sparse", pytest.param("", marks=pytest.mark.soak)])
+def test_tables_on_servers_are_updated_by_the_gradient_of_the_mean(flags: str, start: Start) -> None:
     exact = start(SCRIPT, None, "--table").fine()
-    for flags in ("--only sparse", ""):
-        assert_like(start(SCRIPT, f"--replicas 2 --servers 2 {flags}", "--table").fine(), exact, 1e-4, 2)
+    assert_like(start(SCRIPT, f"--replicas 2 --servers 2 {flags}", "--table").fine(), exact, 1e-4, 2)
 
 
-@pytest.mark.parametrize("flags", ["", "--servers 1", "--servers 1 --async"])
+@pytest.mark.parametrize("flags", ["", "--servers 1", pytest.param("--servers 1 --async", marks=pytest.mark.soak)])
 def test_a_batch_in_which_nothing_counts_ends_the_run_with_a_sentence(flags: str, start: Start) -> None:
     run = start(SCRIPT, f"--replicas 2 {flags}", "--wrong nothing").end()
     assert run.code == 1

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import MAIN, Run, Start
 
-from paceline.exchange.board import Board, Word
+from paceline.exchange.board import Board
+from paceline.exchange.words import Word
 from paceline.watch.display import Meter
 
 # Every case trains the same small model on the same samples with and without replicas: each replica takes its part of

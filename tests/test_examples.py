@@ -26,12 +26,14 @@ QUICK = {
 
 
 @pytest.fixture(scope="module")
-def runs(start: Start) -> Callable[[str], tuple[Run, Run]]:
-    """Of one example: one process, and two replicas."""
+def runs(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Run, Run]]:
+    """Of one example: one process, plain `python`, and two replicas."""
 
     @functools.cache
     def both(name: str) -> tuple[Run, Run]:
-        alone, replicas = (start(EXAMPLES / name, flags, QUICK[name][0]) for flags in (None, "--replicas 2"))
+        arguments = QUICK[name][0]
+        alone = Run(tmp_path_factory.mktemp("alone"), sys.executable, str(EXAMPLES / name), *arguments.split())
+        replicas = start(EXAMPLES / name, "--replicas 2", arguments)
         return alone.fine(), replicas.fine()
 
     return both

@@ -85,7 +85,16 @@ SURVIVED: dict[str, list[Fault]] = {
 }
 
 
-@pytest.mark.parametrize("faults", SURVIVED.values(), ids=SURVIVED)
+COUNTED = "while they compute"  # these are killed in a test of their own too, with a loss that counts
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        pytest.param(faults, id=name, marks=[pytest.mark.soak] if name == COUNTED else [])
+        for name, faults in SURVIVED.items()
+    ],
+)
 def test_three_of_four_are_killed_and_the_last_one_goes_on(faults: list[Fault], start: Start, unkilled: Run) -> None:
     run = train(start, "--replicas 4 --on-failure continue", faults).fine()
     (last,) = set(range(4)) - {fault.replica for fault in faults}
@@ -96,7 +105,7 @@ def test_three_of_four_are_killed_and_the_last_one_goes_on(faults: list[Fault], 
 
 def test_a_step_that_is_tried_again_counts_again(start: Start) -> None:
     """Of a loss that is (sum, count): what the dead have counted is not in it twice."""
-    faults = SURVIVED["while they compute"]
+    faults = SURVIVED[COUNTED]
     alone = start(SCRIPT, None, "--counted").fine()
     run = train(start, "--replicas 4 --on-failure continue", faults, "--counted").fine()
     assert_as_if_nothing_had_happened(run, alone, faults, [3])
@@ -160,7 +169,8 @@ TWO_TRAINERS = """
 import json, sys, time, torch, paceline as pl
 from torch import nn
 from faults import arm, await_return, from_argument
-from paceline.exchange.board import Board, Word
+from paceline.exchange.board import Board
+from paceline.exchange.words import Word
 from paceline.run_place import find_place
 
 class Branching(nn.Module):

@@ -53,3 +53,16 @@ def test_what_a_room_names_is_in_it() -> None:
         there |= set(re.findall(r"^(?:def|class) (\w+)", "\n".join(file.read_text() for file in files), re.MULTILINE))
         named = {word for word in re.findall(r"`(\w+)`", text) if word.islower()}
         assert path.parent == PACKAGE or named <= there, (path, named - there)
+
+
+def test_one_file_unpickles_and_only_what_its_own_children_send() -> None:
+    """Whoever unpickles runs what was sent: `samples_message` does, between a process and the workers it has forked."""
+    unsafe = re.compile(
+        r"^\s*(?:import|from) (?:c?[Pp]ickle|dill|cloudpickle|joblib|shelve|marshal)\b"
+        r"|torch\.load\(|(?:send|recv|broadcast|gather|scatter)\w*_object|multiprocessing\.(?:connection|Pipe|Queue)",
+        re.MULTILINE,
+    )
+    found = {path.name for path in PACKAGE.rglob("*.py") if unsafe.search(path.read_text())}
+    assert found == {"samples_message.py"}
+    users = {path.name for path in PACKAGE.rglob("*.py") if "data.samples_message" in path.read_text()}
+    assert users == {"workers.py"}

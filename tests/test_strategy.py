@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import paceline
 from paceline.cli import Parser, run
-from paceline.cli.plan import resolve
+from paceline.cli.run_plan import resolve
 from paceline.errors import StrategyError
 from paceline.exchange import WIRES
 from paceline.rules import Async, Rule, Sync

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroupGloo
 import paceline
 from paceline import torch_private
 from paceline.errors import PacelineError
-from paceline.optim import linear_gradients
+from paceline.optim import direct_gradients
 from paceline.optim.gradients import GradientCollector, IntoBuffer
 from paceline.split.wavefront.packed_matrix import PackedMatrix
 from tests.conftest import Start
@@ -125,7 +125,7 @@ def linear_during_a_step() -> bool:
     weight, place = nn.Parameter(torch.ones(2, 3)), torch.zeros(2, 3)
     collector = GradientCollector([weight], [IntoBuffer(place)])
     collector.begin()
-    ours = F.linear is linear_gradients.linear
+    ours = F.linear is direct_gradients.linear
     F.linear(torch.ones(4, 3), weight).sum().backward()
     assert collector.finish() == [True]
     collector.close()
@@ -134,7 +134,7 @@ def linear_during_a_step() -> bool:
 
 
 def test_linear_layers_are_torchs_where_it_is_switched_off_or_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_gradients, "LEAST_ELEMENTS", 1)
+    monkeypatch.setattr(direct_gradients, "LEAST_ELEMENTS", 1)
     assert linear_during_a_step()
     with monkeypatch.context() as changed:
         changed.setenv("PACELINE_PLAIN_TORCH", "1")

@@ -176,7 +176,7 @@ def test_dropout_is_reproducible_whatever_the_script_draws_itself() -> None:
 
 SENTENCES = {
     "fewer_samples_a_batch_than_replicas": "batch_size is 1: give at least one sample for each of the 2 replicas",
-    "too_many_metrics": "513 numbers were to be summed at once: at most 512 can be",
+    "too_many_metrics": "1025 numbers were to be summed at once: at most 1024 can be",
     "another_learning_rate_in_one_replica": (
         "optimizer is 'the options of replica {me}': they differ from those of replica {other} (learning rate,"
     ),

@@ -4,6 +4,7 @@ mlp       784 – width × depth – 10: many parameters, so the exchange and th
 conv      four convolutions with BatchNorm on 32×32 images: few parameters, many small tensors, short steps
 compute   `depth` convolutions on 64×64 images: next to no parameters, so the step is all computing
 lstm      `depth` stacked layers over 64 time steps, and a class for every sequence
+cells     the same, written by hand: a loop over time, with a cell for every layer
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import nn
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 CLASSES = 10
-IMAGES = {"mlp": (784,), "conv": (3, 32, 32), "compute": (3, 64, 64), "lstm": (64, 512)}
+IMAGES = {"mlp": (784,), "conv": (3, 32, 32), "compute": (3, 64, 64), "lstm": (64, 512), "cells": (64, 512)}
 
 
 def parse(description: str | None) -> argparse.ArgumentParser:
@@ -36,9 +37,8 @@ def parse(description: str | None) -> argparse.ArgumentParser:
 
 def make_model(options: argparse.Namespace) -> nn.Module:
     torch.manual_seed(0)
-    return {"mlp": _mlp, "conv": _conv, "compute": _compute, "lstm": Recurrent}[options.model](
-        options.width, options.depth
-    )
+    kinds = {"mlp": _mlp, "conv": _conv, "compute": _compute, "lstm": Recurrent, "cells": Cells}
+    return kinds[options.model](options.width, options.depth)
 
 
 def _mlp(width: int, depth: int) -> nn.Module:
@@ -80,6 +80,27 @@ class Recurrent(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.stack(x)[0]
         return output if self.project is None else self.project(output.mean(1))
+
+
+class Cells(nn.Module):
+    """The same stack as cells in a loop."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        inputs = [IMAGES["cells"][1], *[width] * (depth - 1)]
+        self.cells = nn.ModuleList([nn.LSTMCell(size, width) for size in inputs])
+        self.project = nn.Linear(width, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        zeros = x.new_zeros(len(x), self.project.in_features)
+        states = [(zeros, zeros)] * len(self.cells)
+        tops = []
+        for below in x.unbind(1):
+            for number, cell in enumerate(self.cells):
+                states[number] = cell(below, states[number])
+                below, _ = states[number]
+            tops.append(below)
+        return self.project(torch.stack(tops, 1).mean(1))
 
 
 def make_optimizer(

@@ -138,18 +138,18 @@ def _alone(model: Model, strategy: Strategy, folder: Path, limit_s: float) -> Pa
     return place
 
 
-def _dims(model: Model, strategy: Strategy, place: Path, limit_s: float) -> list[str]:
-    """The names that the model's dims have, of those that layouts of the zoo cut."""
+def _dims(model: Model, strategy: Strategy, place: Path, limit_s: float) -> list[list[str]]:
+    """The names that the dims of every parameter have."""
     arguments = ["dims", str(SCRIPT), "--json", "--", *strategy.arguments(model)]
     ended = _run([sys.executable, "-m", "paceline", *arguments], place / "dims.txt", limit_s)
     if ended.code is None:
         raise Judged(HANG, f"`paceline dims` did not end within {limit_s:g} s")
     if ended.code != 0:
         raise judged_by_output(ended, "`paceline dims`: ")
-    names = list(json.loads(next(line for line in ended.output.splitlines() if line.startswith("{")))["dims"])
-    if not set(names) & set(CUT_DIMS):
-        raise Judged(REFUSED, f"`paceline dims` has none of {', '.join(CUT_DIMS)}; it has {', '.join(names)}")
-    return names
+    told = json.loads(next(line for line in ended.output.splitlines() if line.startswith("{")))
+    if not set(told["dims"]) & set(CUT_DIMS):
+        raise Judged(REFUSED, f"`paceline dims` has none of {', '.join(CUT_DIMS)}; it has {', '.join(told['dims'])}")
+    return [re.split("[ ·]", parameter["dims"]) for parameter in told["parameters"]]
 
 
 def _distributed(

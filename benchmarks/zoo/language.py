@@ -9,6 +9,8 @@ import transformers
 from case import Case, adamw, own_loss, samples, whole_numbers
 from torch import nn
 
+import paceline as pl
+
 WORDS, LENGTH, WIDTH = 120, 16, 32
 IGNORED = -100  # as a label
 
@@ -55,7 +57,10 @@ def llama() -> Case:
 def mixtral() -> Case:
     config = transformers.MixtralConfig(**_llama_like(), num_local_experts=4, num_experts_per_tok=2)
     config._experts_implementation = "eager"  # the default one has no kernel for float64
-    return _case(transformers.MixtralForCausalLM(config), _text())
+    model = transformers.MixtralForCausalLM(config)
+    for layer in model.model.layers:
+        pl.whole(layer.mlp.experts)  # who gets which word follows from values
+    return _case(model, _text())
 
 
 def bert() -> Case:

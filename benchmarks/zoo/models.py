@@ -15,6 +15,7 @@ class Model:
     images: bool = False
     recurrent: bool = False
     batchnorm: bool = False
+    pairs: bool = False  # its loss is over all pairs of a batch, and that of a part is another one
     dropout: bool = True  # as it comes
     in_table: bool = True
 
@@ -31,7 +32,7 @@ def _listed() -> tuple[Model, ...]:
         Model("whisper", "sound", "transformers", dropout=False),
         Model("wav2vec2", "sound", "transformers"),
         Model("vit", "vision", "transformers", images=True, dropout=False),
-        Model("clip", "vision", "transformers", images=True, dropout=False),
+        Model("clip", "vision", "transformers", images=True, pairs=True, dropout=False),
         Model("resnet18", "vision", "torchvision", images=True, batchnorm=True, dropout=False),
         Model("densenet121", "vision", "torchvision", images=True, batchnorm=True, dropout=False),
         Model("mobilenet_v3", "vision", "torchvision", images=True, batchnorm=True),

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import torch
+import torch.nn.functional as F
 import transformers
 from case import Case, adamw, numbers, own_loss, samples, whole_numbers
+from torch import nn
+
+import paceline as pl
 
 WORDS, WIDTH = 60, 32
 
@@ -28,12 +33,15 @@ def whisper() -> Case:
         decoder_start_token_id=1,
     )
     model = transformers.WhisperForConditionalGeneration(config)
+    for coder in (model.model.encoder, model.model.decoder):
+        pl.whole(coder)  # each draws a number for every layer, and leaves it out or not
     data = samples(input_features=numbers(bands, frames), labels=whole_numbers(WORDS, 8))
     return Case(model, adamw(model), own_loss, data)
 
 
 def wav2vec2() -> Case:
-    """Letters of a recording. The loss is told to be a mean, it is a sum by default; nothing is masked in the sound."""
+    """Letters of a recording; nothing is masked in the sound. The loss is written out: that of the model looks at the
+    labels before anything else, and raises an error or goes on."""
     config = transformers.Wav2Vec2Config(
         vocab_size=WORDS,
         hidden_size=WIDTH,
@@ -46,10 +54,20 @@ def wav2vec2() -> Case:
         num_feat_extract_layers=3,
         num_conv_pos_embeddings=16,
         num_conv_pos_embedding_groups=4,
-        ctc_loss_reduction="mean",
         apply_spec_augment=False,
         pad_token_id=0,
     )
     model = transformers.Wav2Vec2ForCTC(config)
+    pl.whole(model.wav2vec2.encoder)  # it draws a number for every layer, and leaves it out or not
+
+    @pl.whole  # torch.export cannot follow it
+    def of_letters(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        lengths = (torch.full((scores.size(1),), count) for count in (scores.size(0), labels.size(1)))
+        return F.ctc_loss(scores, labels, *lengths)
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        scores = model(batch["input_values"]).logits.log_softmax(-1)
+        return of_letters(scores.transpose(0, 1), batch["labels"])
+
     data = samples(input_values=numbers(640), labels=whole_numbers(WORDS - 1, 6) + 1)
-    return Case(model, adamw(model), own_loss, data)
+    return Case(model, adamw(model), loss, data)

@@ -28,10 +28,14 @@ _NOTES = """\
 - Replicas and stages draw other masks of dropout than one process does, see
   [train](train.md#dropout-and-other-random-numbers). So dropout is off there, and as the model comes with it elsewhere.
   The last column has it with two replicas, and compares two runs, bit by bit.
-- The loss of CLIP is over all pairs of a batch, and a part of a batch has other pairs.
+- The loss of CLIP is over all pairs of a batch, and a part of a batch has other pairs: where the batch is computed in
+  parts, by replicas or as micro-batches, it is compared with one process that computes as many parts (`accumulate=…`).
 - Servers and stages take BatchNorm's statistics over parts of a batch; those runs are compared with one process that
   computes a batch in two passes (`accumulate=2`).
-- A layout cuts all of {dims} that `paceline dims` finds.
+- A layout cuts all of {dims} that `paceline dims` finds, but of two that one parameter has
+  the first alone: they cannot lie along the same axis.
+- With `pl.whole` the experts of Mixtral, encoder and decoder of Whisper, the encoder of wav2vec2 and its loss are
+  [kept whole](split.md#what-decides-by-values). The rest of those models is cut.
 """
 
 

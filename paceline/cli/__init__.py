@@ -26,7 +26,10 @@ from paceline.watch.output import open_missing_streams
 
 SUBCOMMANDS = {
     "run": "train a script on one or many replicas",
+    "plan": "say which strategy, how many devices, where it saturates, and why",
+    "calibrate": "measure this machine once, for plans",
     "verify": "compare the numbers of a strategy with those of one process",
+    "compare": "train to a target in several ways, with repeats and spread",
     "dims": "show the named dims of a model, to write a layout with",
     "server": "run one server that keeps parameters for long",
     "container": "list, show, save, drop and copy what servers keep",

@@ -16,7 +16,7 @@ import tempfile
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from paceline.cli.plan import Plan
+from paceline.cli.run_plan import RunPlan
 from paceline.errors import InvalidInput, StrategyError
 from paceline.launch.cores import allowed_cores
 from paceline.launch.emulate import check_permission
@@ -49,7 +49,7 @@ def check_script(script: str, *, module: bool = False) -> None:
         raise InvalidInput("script", script, "it is not readable, give the path of a Python file")
 
 
-def check(plan: Plan, *, inside: bool = False) -> None:
+def check(plan: RunPlan, *, inside: bool = False) -> None:
     """That this machine can do what the plan says. `inside`: on an emulated host, which its maker has checked."""
     if plan.save_on_stop is not None:
         _check_save(plan.save_on_stop)
@@ -90,7 +90,7 @@ def _check_save(given: str) -> None:
         raise InvalidInput("save-on-stop", _short(given), "its name is too long, give a shorter one")
 
 
-def _check_way_to_servers(plan: Plan) -> None:
+def _check_way_to_servers(plan: RunPlan) -> None:
     try:
         if plan.token is not None:
             read_token(Path(plan.token))
@@ -105,7 +105,7 @@ def _check_way_to_servers(plan: Plan) -> None:
         _check_resolves("join", address)
 
 
-def _check_devices(plan: Plan) -> None:
+def _check_devices(plan: RunPlan) -> None:
     """A cut that has less than a core for a device would be slower than no cut, and is a slip more often than not."""
     devices, cores = plan.strategy.devices, len(allowed_cores())
     if devices > 1:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from paceline.cli import action
-from paceline.cli.plan import addresses
+from paceline.cli.run_plan import addresses
 from paceline.errors import InvalidInput
 from paceline.net.secure import Keys, is_loopback, read_token
 from paceline.run_place import check_container

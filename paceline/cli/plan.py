@@ -1,346 +1,192 @@
-"""From flags to a plan: everything that was decided, and whether it was given or is the default.
-
-What contradicts is refused here, with a sentence; what has no effect is in `paceline/cli/unused.py`, what the machine
-must have in `paceline/cli/checks.py`.
-"""
+"""`paceline plan`: which strategy for a script, on how many devices, where that saturates, and why."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import secrets
-import socket
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+import sys
 from pathlib import Path
-from typing import Any
 
-from paceline.cli import is_count, is_port
-from paceline.cli.cut import CUT_FLAGS, read_split
-from paceline.errors import StrategyError
-from paceline.exchange.board import MOST_REPLICAS
+from paceline.cli import complain, number, seconds, whole
+from paceline.cli.checks import check_script
+from paceline.errors import InvalidInput
+from paceline.launch.cores import allowed_cores
 from paceline.launch.emulate import Emulation
-from paceline.launch.job import POLICIES, RunJob
-from paceline.machine import shared_words_work
-from paceline.rules import Async, Rule, Sync
-from paceline.run_place import Place, ServersPlace, check_container
-from paceline.split.values import Split
-from paceline.strategy import Centralized, Mirrored, Strategy, one_of
+from paceline.plan.calibration import Calibration, default_path, fingerprint, read
+from paceline.plan.cluster import LINKS, Cluster, described
+from paceline.plan.devices import DEVICES
+from paceline.plan.kept_profiles import kept_profile, profile_script
+from paceline.plan.plot import check_plot, draw
+from paceline.plan.report import few, make_report
+from paceline.plan.shown import as_json, in_words
+from paceline.plan.trace import with_trace
+from paceline.profile.values import Profile
 
-DEFAULT_PORT = 29500
-MOST_HOSTS = 1024
-# Flags that are not named as the setting they lead to.
-_SETTINGS = {
-    "nproc_per_node": "replicas",
-    **dict.fromkeys(("rdzv_endpoint", "master_addr", "master_port"), "rendezvous"),
-    **dict.fromkeys(("accept", "async", "bounded", "stale", "stale_lr"), "rule"),
-    **dict.fromkeys(CUT_FLAGS, "split"),
-}
-_OF_RULES = ("accept", "async", "bounded", "stale", "stale_lr")
-_OF_SERVERS = (*_OF_RULES, "durability", "warmup_epochs", "warmup_steps", "in_graph")
-_JOINED = ("join", "container", "token", "keys")
-_SEEN = ("module", "run_folder", "plain", "quiet", "json")  # say nothing about how the script is trained
-# How a plan's own fields are typed; those of its strategy, that knows.
-_FLAGS = {"hosts": "--nnodes", "host": "--node-rank", "rendezvous": "--rdzv-endpoint", "module": "-m"}
-_NOT_FLAGS = ("script", "arguments", "strategy", "given")
+BUDGET_S = 10.0  # to measure a step
+EXAMPLES = f"""\
+examples:
+  paceline calibrate                                   once for this machine
+  paceline plan train.py
+  paceline plan train.py --check                       run the best few for some steps, and rank them by that
+  paceline plan train.py --hosts 8 --link 10gbit       as many machines like this one
+  paceline plan train.py --hosts 4 --device a100 --devices 8 --link 100gbit    an estimate
+  paceline plan train.py --plot speedup.png --json
+  paceline run train.py --auto                         does what the plan says
 
+links: {", ".join(LINKS)}, or any rate in mbit or gbit
+devices: {", ".join(DEVICES)}
 
-@dataclass(frozen=True)
-class Plan:
-    """Everything that was decided before the start."""
-
-    script: str
-    arguments: tuple[str, ...]
-    strategy: Strategy
-    on_failure: str
-    max_restarts: int
-    save_on_stop: str | None
-    hosts: int
-    host: int
-    rendezvous: str | None
-    emulate: str | None
-    join: str | None = None  # addresses of servers that run already
-    container: str | None = None  # the run folder's name, if it is not given
-    token: str | None = None
-    keys: str | None = None
-    module: bool = False  # `script` is the name of a module, as with `python -m`
-    run_folder: str | None = None
-    plain: bool = False
-    quiet: bool = False
-    json: bool = False
-    given: Mapping[str, object] = field(default_factory=dict, compare=False)  # flags that were typed, by name
-
-    @property
-    def settings(self) -> dict[str, object]:
-        """What a person may want to know of it, by name."""
-        hidden = {"strategy", "given", *_SEEN, *(_JOINED if self.join is None else ())}
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in hidden}
-        return {**own, **self.strategy.settings}
-
-    @property
-    def given_settings(self) -> set[str]:
-        """Those settings that were not left to their default."""
-        tables = {"servers": "table_servers"} if "only" in self.given else {}
-        return {{**_SETTINGS, **tables}.get(name, name) for name in self.given}
-
-    def flags(self) -> list[str]:
-        """What `paceline run` is given to resolve to this plan: its strategy's flags, and its own that were given."""
-        words = self.strategy.flags()
-        for own in (f.name for f in fields(self) if f.name not in _NOT_FLAGS):
-            value, flag = getattr(self, own), _FLAGS.get(own, f"--{own.replace('_', '-')}")
-            if own in self.given_settings and value not in (None, False):
-                words += [flag] if value is True else [flag, str(value)]
-        return words
-
-    @property
-    def name(self) -> str:
-        """What to call the run: the script's file or module."""
-        return self.script.rpartition(".")[2] if self.module else Path(self.script).name
-
-    def command(self) -> list[str]:
-        """The arguments of `paceline` that resolve to this plan."""
-        return ["run", *self.flags(), self.script, "--", *self.arguments]
-
-    def on_host(self, host: int, rendezvous: str, run_folder: str) -> Plan:
-        """The plan of one emulated host: all of this one, of which the first host speaks to the user."""
-        own: dict[str, Any] = {"host": host, "rendezvous": rendezvous, "run_folder": run_folder}
-        own |= {"json": False} if host == 0 else {"json": False, "quiet": True}
-        return replace(self, **own, given={**self.given, **own})
-
-    def job(self, place: Place, container: str = "") -> RunJob:
-        """What is started on this host; `place`: of its first replica."""
-        return RunJob(
-            script=self.script,
-            arguments=self.arguments,
-            place=place,
-            on_failure=self.on_failure,
-            max_restarts=self.max_restarts,
-            shown=self.host == 0,
-            servers=0 if self.join is not None else self.strategy.server_processes,
-            container=container,
-            module=self.module,
-        )
-
-    def place(self, run_folder: Path) -> Place:
-        """Replica 0's on this host."""
-        servers = None
-        if self.join is not None:
-            servers = ServersPlace(
-                addresses=self.join.split(","),
-                container=check_container(self.container or run_folder.name),
-                token_folder=str(Path(self.token).resolve()) if self.token is not None else None,
-                keys=str(Path(self.keys).resolve()) if self.keys is not None else None,
-                # Hosts of one run have their rendezvous in common, and nothing else.
-                run=self.rendezvous if self.rendezvous is not None else secrets.token_hex(8),
-            )
-        return Place(
-            row=0,
-            rows=self.strategy.processes // self.hosts,
-            host=self.host,
-            hosts=self.hosts,
-            rendezvous=self.rendezvous,
-            master=self._master(),
-            run_folder=str(run_folder.resolve()),
-            save_on_stop=os.path.abspath(self.save_on_stop) if self.save_on_stop is not None else None,
-            strategy=self.strategy,
-            servers=servers,
-        )
-
-    def _master(self) -> str:
-        """Where a process group of the script's own may meet: at the given address, but for the port where ours do."""
-        if self.rendezvous is None:
-            return f"127.0.0.1:{free_port()}"
-        address, _, port = self.rendezvous.rpartition(":")
-        if self.hosts == 1:
-            return f"{address}:{free_port()}" if by_collectives(self.strategy) else self.rendezvous
-        return f"{address}:{int(port) + (1 if int(port) < 65535 else -1)}"  # all hosts have to know it
+The script runs until its first step, in one process; that step is measured and not made: nothing is trained.
+"""
 
 
-# ── what was typed ───────────────────────────────────────────────────────────────────────────────────────────
-
-
-def resolve(options: argparse.Namespace) -> Plan:
-    """The plan behind the flags; a sentence for whatever is wrong with them."""
-    given = {name: value for name, value in vars(options).items() if value is not None and value is not False}
-    hosts = Emulation.parse(given["emulate"]).hosts if "emulate" in given else given.get("hosts", 1)
-    if hosts > MOST_HOSTS:
-        raise StrategyError("nnodes", hosts, f"give at most {MOST_HOSTS}")
-    _check_join(given, hosts)
-    split = read_split(given)
-    strategy = _strategy(given, _count_replicas(given, hosts, split), split)
-    survives = hosts == 1 and split is None and not by_collectives(strategy)
-    on_failure = one_of("on-failure", given.get("on_failure", "continue" if survives else "stop"), POLICIES)
-    if by_collectives(strategy) and on_failure != "stop":
-        raise StrategyError("on-failure", on_failure, "replicas that use collectives survive no death: give stop")
-    if split is not None and on_failure == "continue":
-        raise StrategyError("on-failure", on_failure, "a cut model needs all its devices: give stop or restart")
-    if hosts > 1:
-        _check_hosts(given, hosts, strategy, on_failure)
-    return Plan(
-        script=options.script,
-        arguments=tuple(options.arguments or ()),
-        strategy=strategy,
-        on_failure=on_failure,
-        max_restarts=given.get("max_restarts", 10),
-        save_on_stop=given.get("save_on_stop"),
-        hosts=hosts,
-        host=_which_host(given, hosts),
-        rendezvous=_rendezvous(given, hosts, strategy),
-        emulate=given.get("emulate"),
-        join=",".join(addresses("join", given["join"])) if "join" in given else None,
-        **{name: given[name] for name in (*_JOINED[1:], *_SEEN) if name in given},
-        given=given,
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "paceline plan SCRIPT [flags] [-- the script's own arguments]"
+    parser.description = "Say how to run a script: the strategy, how many devices, where it saturates, and why."
+    parser.epilog = EXAMPLES
+    parser.add_argument("script", metavar="SCRIPT", help="a Python file that uses pl.Trainer")
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as with python -m")
+    where = parser.add_argument_group("the machines, if not this one")
+    where.add_argument("--hosts", type=whole("hosts", 1), metavar="N", help="how many, default 1")
+    where.add_argument("--link", metavar="RATE", help="of each machine, such as 1gbit")
+    where.add_argument("--cores", type=whole("cores", 1), metavar="N", help="of each machine, default those here")
+    where.add_argument("--memory", type=whole("memory", 1), metavar="GIB", help="of each machine, default that here")
+    where.add_argument("--emulate", metavar="hosts=2,link=1gbit", help="hosts emulated on this machine")
+    where.add_argument("--device", metavar="NAME", help=f"described, an estimate: {', '.join(DEVICES)}")
+    where.add_argument("--devices", type=whole("devices", 1), metavar="N", help="described devices of each machine")
+    where.add_argument("--calibration", metavar="FILE", help="default what paceline calibrate wrote")
+    what = parser.add_argument_group("what is planned")
+    what.add_argument("--trace", metavar="FILE", help="of torch.profiler, from the device that is planned for")
+    what.add_argument("--budget", type=seconds("budget"), metavar="SECONDS", help="to measure a step, default 10")
+    what.add_argument("--again", action="store_true", help="profile the script anew, even if it has not changed")
+    what.add_argument("--price", type=number("price"), metavar="X", help="of a device's hour, to show what a run costs")
+    what.add_argument(
+        "--check", nargs="?", const=3, type=whole("check", 1), metavar="N", help="run the best N, default 3"
     )
+    seen = parser.add_argument_group("what you see")
+    seen.add_argument("--top", type=whole("top", 1), default=5, metavar="N", help="plans to show, default 5")
+    seen.add_argument("--layers", action="store_true", help="what each layer costs")
+    seen.add_argument("--plot", metavar="FILE", help="speed-up against devices, .png or .svg")
+    seen.add_argument("--json", action="store_true", help="everything as JSON")
 
 
-def _check_hosts(given: Mapping[str, Any], hosts: int, strategy: Strategy, on_failure: str) -> None:
-    """What does not work between several hosts so far."""
-    field, value = ("emulate", given["emulate"]) if "emulate" in given else ("nnodes", hosts)
-    if strategy.in_graph:
-        expected = f"one process has all replicas, but there are {hosts} hosts, leave it out"
-        raise StrategyError("in-graph", "set", expected)
-    if strategy.devices > 1 and strategy.on_servers:
-        raise StrategyError(field, value, "a cut model with servers works on one host so far")
-    if strategy.server_processes and "join" not in given:
-        expected = (
-            "every host would start servers of its own and train a model of its own, leave out --servers, or start "
-            "servers with `paceline server` and give --join"
+def execute(options: argparse.Namespace) -> int:
+    check_script(options.script, module=options.module)
+    picture = check_plot(options.plot) if options.plot else None
+    calibration = find_calibration(options.calibration)
+    cluster = _cluster(options, calibration)
+    if options.check and cluster.hosts > 1 and not cluster.emulated:
+        raise InvalidInput(
+            "check", options.check, "plans for machines that are not here cannot be run here, leave it out"
         )
-        raise StrategyError(field, value, expected)
-    if strategy.server_processes and "emulate" in given:
-        raise StrategyError(field, value, "emulated hosts reach no server outside, leave out --join")
-    if strategy.split is not None and (strategy.replicas % hosts or "emulate" in given):
-        raise StrategyError(field, value, "a model is cut over devices of one host, and replicas on one host so far")
-    if on_failure != "stop":
-        raise StrategyError("on-failure", on_failure, "between several hosts no death is survived yet: give stop")
+    if options.check and cluster.device is not None:
+        raise InvalidInput("check", options.check, f"{cluster.device} is not here, leave it out")
+    given = options.arguments or []
+    profile = find_profile(
+        options.script,
+        given,
+        cluster,
+        module=options.module,
+        again=options.again or options.budget is not None,
+        budget_s=options.budget or BUDGET_S,
+        mailbox_s=calibration.mailbox_s,
+    )
+    if options.trace:
+        profile = with_trace(profile, Path(options.trace))
+    report = make_report(profile, calibration, cluster)
+    checked = None
+    if options.check:
+        from paceline.plan.checking import check_plans
 
-
-def _check_join(given: Mapping[str, Any], hosts: int) -> None:
-    if "join" not in given:
-        for flag in ("container", "token", "keys"):
-            if flag in given:
-                raise StrategyError(flag, given[flag], "it belongs to servers that run already, give --join ADDRESSES")
-        return
-    if given.get("servers", count := len(addresses("join", given["join"]))) != count:
-        raise StrategyError("servers", given["servers"], "--join uses servers that run already, leave it out")
-    if "token" not in given and "keys" not in given:
-        raise StrategyError(
-            "join", given["join"], "say how to be let in, --token with the servers' folder, or --keys with keys"
+        can_run = [plan for plan in report.ordered if plan.hosts == 1 or not plan.strategy.on_servers]
+        plans = few(can_run, report.best, options.check)
+        checked = check_plans(plans, options.script, given, cluster, module=options.module)
+    if picture is not None:
+        draw(report.curves, picture, f"{options.script}, {cluster.words}", estimate=report.best.estimate)
+    if options.json:
+        print(as_json(report, given, module=options.module, price=options.price, checked=checked))
+    else:
+        print(
+            in_words(
+                report,
+                given,
+                module=options.module,
+                top=options.top,
+                price=options.price,
+                layers=options.layers,
+                checked=checked,
+            )
         )
-    if hosts > 1 and "container" not in given:
-        raise StrategyError("nnodes", hosts, "give every host the same name of a container, --container NAME")
-    if "container" in given:
-        check_container(given["container"])
+        if picture is not None:
+            print(f"paceline: drawn into {picture}")
+    return 0
 
 
-def addresses(field: str, text: str) -> list[str]:
-    """
-    >>> addresses("join", "127.0.0.1:7070, node1:7070")
-    ['127.0.0.1:7070', 'node1:7070']
-    """
-    found = [address.strip() for address in text.split(",")]
-    for address in found:
-        host, _, port = address.rpartition(":")
-        if not (host and is_port(port)):
-            raise StrategyError(field, text, "give addresses with ports, such as 127.0.0.1:7070,127.0.0.1:7071")
-    if len(set(found)) < len(found):
-        raise StrategyError(field, text, "an address is there twice, give every server once")
+def find_calibration(path: str | None) -> Calibration:
+    """Returns the calibration to plan with; a warning if it is another machine's."""
+    if path is None and not default_path().exists():
+        raise InvalidInput(
+            "calibration",
+            str(default_path()),
+            "this machine was not measured yet: run `paceline calibrate` once, two minutes",
+        )
+    found = read(Path(path) if path else default_path())
+    if not found.made_up and found.machine != fingerprint():
+        complain(
+            f"the calibration is of another machine ({found.machine}; this is {fingerprint()}): figures will be off, "
+            "measure this one with `paceline calibrate`"
+        )
     return found
 
 
-def _strategy(given: Mapping[str, Any], replicas: int, split: Split | None) -> Strategy:
-    common = {name: given[name] for name in ("wire", "exchange", "timeout_s") if name in given}
-    batchnorm = {"batchnorm": given["batchnorm"]} if "batchnorm" in given else {}
-    if "only" in given:
-        one_of("only", given["only"], ("sparse",))
-        if "servers" not in given:
-            raise StrategyError("only", given["only"], "say how many servers hold the tables, --servers 1 or more")
-        if split is not None:
-            raise StrategyError("only", given["only"], "a cut model has no tables on servers so far, leave it out")
-        _refuse(given, (*_OF_SERVERS, "join"), "with --only sparse replicas are mirrored, leave it out")
-        return Mirrored(replicas=replicas, table_servers=given["servers"], **common, **batchnorm)
-    if "servers" not in given and "join" not in given:
-        _refuse(given, _OF_SERVERS, "it needs servers, give --servers 1 or more")
-        return Mirrored(replicas=replicas, split=split, **common, **batchnorm)
-    if given.get("batchnorm", "local") != "local":
-        raise StrategyError("batchnorm", given["batchnorm"], "with servers statistics are local, leave it out")
-    servers = len(addresses("join", given["join"])) if "join" in given else given["servers"]
-    own = {name: given[name] for name in _OF_SERVERS if name in given and name not in _OF_RULES}
-    return Centralized(replicas=replicas, servers=servers, rule=_rule(given), split=split, **common, **own)
+def find_profile(
+    script: str,
+    arguments: list[str],
+    cluster: Cluster,
+    *,
+    module: bool,
+    again: bool = False,
+    mailbox_s: float,
+    budget_s: float = BUDGET_S,
+) -> Profile:
+    """Returns the profile of a script: the one that is kept, or a new one."""
+    found = None if again else kept_profile(script, arguments, module=module)
+    cores = len(allowed_cores())
+    devices = [count for count in (2, 4, 8) if count <= max(2, min(cluster.cores, 8))]
+    if found is None:
+        if sys.stderr.isatty():
+            complain(f"measuring a step of {script}, up to {budget_s:g} s; nothing is trained")
+        found = profile_script(script, arguments, cores, devices, module=module, budget_s=budget_s, mailbox_s=mailbox_s)
+    return found
 
 
-def _refuse(given: Mapping[str, Any], flags: tuple[str, ...], expected: str) -> None:
-    """A sentence about the first of these flags that was given."""
-    for flag in flags:
-        if flag in given:
-            raise StrategyError(flag.replace("_", "-"), "set" if given[flag] is True else given[flag], expected)
-
-
-def _rule(given: Mapping[str, Any]) -> Rule:
-    if "async" in given or "bounded" in given:
-        _refuse(given, ("accept",), "it belongs to sync updates, leave out --async and --bounded")
-        return Async(given.get("bounded"), given.get("stale", "keep"), given.get("stale_lr", 1.0))
-    _refuse(given, ("stale", "stale_lr"), "gradients are stale with --async only, add it")
-    accept = given.get("accept")
-    return Sync(int(accept) if accept is not None and is_count(accept) else accept)
-
-
-def _count_replicas(given: Mapping[str, Any], hosts: int, split: Split | None) -> int:
-    on_host = given.get("nproc_per_node", 1)
-    replicas: int = given.get("replicas", on_host * hosts)
-    if split is not None and split.parts_of_batch is not None:
-        if "replicas" in given and replicas != split.parts_of_batch:
-            expected = f"the batch lies along an axis of {split.parts_of_batch}, give that or leave it out"
-            raise StrategyError("replicas", replicas, expected)
-        replicas = split.parts_of_batch
-    if "nproc_per_node" in given and replicas != on_host * hosts:
-        expected = f"on {hosts} host(s) that makes {on_host * hosts} but --replicas says {replicas}, give only one"
-        raise StrategyError("nproc-per-node", on_host, expected)
-    if replicas % hosts:
-        raise StrategyError("replicas", replicas, f"give a multiple of {hosts}, as many to each of the {hosts} hosts")
-    if replicas // hosts > MOST_REPLICAS:
-        raise StrategyError("replicas", replicas, f"give at most {MOST_REPLICAS} a host")
-    return replicas
-
-
-def _which_host(given: Mapping[str, Any], hosts: int) -> int:
-    if hosts > 1 and "host" not in given and "emulate" not in given:
-        raise StrategyError("nnodes", hosts, f"give every host its number, --node-rank 0 to {hosts - 1}")
-    host: int = given.get("host", 0)
-    if host >= hosts:
-        raise StrategyError("node-rank", host, f"give a number below --nnodes, which is {hosts}")
-    return host
-
-
-def _rendezvous(given: Mapping[str, Any], hosts: int, strategy: Strategy) -> str | None:
-    """Where the processes find each other; None if shared memory is all they need."""
-    endpoint: str | None = given.get("rdzv_endpoint")
-    if endpoint is not None:
-        _refuse(given, ("master_addr", "master_port"), f"--rdzv-endpoint says {endpoint}, give only one")
-    elif "master_addr" in given or "master_port" in given:
-        endpoint = f"{given.get('master_addr', '127.0.0.1')}:{given.get('master_port', DEFAULT_PORT)}"
-        if hosts > 1 and "master_addr" not in given:
-            raise StrategyError("master-port", given["master_port"], "say where host 0 is, --master-addr 10.0.0.1")
-    if endpoint is None:
-        if hosts > 1 and "emulate" not in given:
-            raise StrategyError("nnodes", hosts, f"say where host 0 is, --rdzv-endpoint 10.0.0.1:{DEFAULT_PORT}")
-        return f"127.0.0.1:{free_port()}" if hosts == 1 and by_collectives(strategy) else None
-    address, colon, port = endpoint.rpartition(":")
-    if not colon:
-        return f"{endpoint}:{DEFAULT_PORT}"
-    if not address or not is_port(port):
-        raise StrategyError("rdzv-endpoint", endpoint, f"give address:port, such as 10.0.0.1:{DEFAULT_PORT}")
-    return endpoint
-
-
-def by_collectives(strategy: Strategy) -> bool:
-    """Whether the replicas of one host share no memory: they were told not to, or this machine cannot."""
-    apart = strategy.exchange == "collective" or not shared_words_work()
-    return apart and strategy.replicas > 1 and not strategy.on_servers
-
-
-def free_port() -> int:
-    """A port of this machine that nobody uses at this moment."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
+def _cluster(options: argparse.Namespace, calibration: Calibration) -> Cluster:
+    here = len(allowed_cores()) if not calibration.made_up else calibration.cores
+    if options.emulate is not None:
+        for name in ("hosts", "link", "cores", "device"):
+            if getattr(options, name) is not None:
+                raise InvalidInput(name, getattr(options, name), "--emulate says that, leave it out")
+        emulation = Emulation.parse(options.emulate)
+        return Cluster(
+            hosts=emulation.hosts,
+            link=emulation.link,
+            cores=max(1, here // emulation.hosts),
+            memory_bytes=calibration.memory_bytes // emulation.hosts,
+            emulated=True,
+            hosts_a_core=max(1.0, emulation.hosts / here),
+        )
+    if options.devices is not None and options.device is None:
+        raise InvalidInput("devices", options.devices, "say which, --device with one of " + ", ".join(DEVICES))
+    if options.link is not None and (options.hosts or 1) == 1:
+        raise InvalidInput("link", options.link, "one host has nobody to send to, give --hosts 2 or more")
+    cores = options.cores or here
+    memory = options.memory * 2**30 if options.memory else calibration.memory_bytes
+    if options.device is not None:
+        memory = described(options.device).memory_bytes * (options.devices or 1)
+    return Cluster(
+        hosts=options.hosts or 1,
+        link=options.link,
+        cores=cores,
+        memory_bytes=memory,
+        device=options.device,
+        devices_a_host=(options.devices or 1) if options.device is not None else None,
+    )

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -27,27 +28,32 @@ import msgspec
 from paceline.cli import number, seconds, whole
 from paceline.cli.checks import check, check_script
 from paceline.cli.cut import add_cut_arguments
-from paceline.cli.plan import DEFAULT_PORT, Plan, by_collectives, resolve
+from paceline.cli.run_plan import DEFAULT_PORT, RunPlan, by_collectives, resolve
 from paceline.cli.unused import unused
 from paceline.launch.cores import allowed_cores, share_of_cores
 from paceline.launch.emulate import EmulatedHosts, Emulation
 from paceline.launch.hosts import supervise_hosts
-from paceline.launch.job import RunOutcome
+from paceline.launch.outcome import RunOutcome
 from paceline.launch.replica import PARENT_VARIABLE, die_with_parent
 from paceline.launch.supervisor import Supervisor
 from paceline.machine import shared_words_work
+from paceline.plan.after_run import SideBySide, compare_with_prediction
 from paceline.run_place import INTERRUPTED
-from paceline.watch.display import choose_display
+from paceline.watch.display import MOST_FOUND, choose_display
+from paceline.watch.found import TargetSeen
 from paceline.watch.output import put
 from paceline.watch.run_folder import EVENTS, RunFolder, choose_run_folder
+from paceline.watch.target import NOT_REACHED, Target, read_time
 
 EXAMPLES = """\
 examples:
   paceline run train.py --replicas 4
   paceline run train.py --replicas 4 -- --lr 0.1             --lr is train.py's own argument
+  paceline run train.py --auto                               by the strategy that paceline plan says
   paceline run -m package.train --replicas 4                 a module, as with python -m
   paceline run train.py --replicas 4 --on-failure restart    a killed replica is started again
   paceline run train.py --save-on-stop last.safetensors      Ctrl-C ends after the step, and saves
+  paceline run train.py --until "accuracy>=0.97" --longest 5m  stops when trainer.evaluate(…, name="accuracy") says so
   paceline run train.py --stages 2 --micro-batches 8         one model, cut by layers over two processes
   paceline run train.py --replicas 4 --servers 2 --accept 3  parameters on servers; the last replica is not waited for
   paceline run train.py --replicas 4 --emulate hosts=2,link=1gbit --wire bf16
@@ -67,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Train a script on one or many replicas, on this machine or several."
     parser.epilog = EXAMPLES
     add_strategy_arguments(parser)
+    parser.add_argument("--auto", action="store_true", default=None, help="by the strategy that `paceline plan` says")
     add_cut_arguments(parser)
     add_server_arguments(parser)
     joined = parser.add_argument_group("servers that run already (paceline server)")
@@ -78,6 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     faults.add_argument("--on-failure", metavar="POLICY", help="of a killed replica: continue (default), restart, stop")
     faults.add_argument("--max-restarts", type=whole("max-restarts", 0), metavar="N", help="at most, default 10")
     faults.add_argument("--save-on-stop", metavar="PATH", help="a checkpoint to write when stopped by Ctrl-C")
+    faults.add_argument("--slow", metavar="2:5x", help="make replica 2 a straggler: it takes 5 times as long a step")
+    add_stop_arguments(parser)
     hosts = parser.add_argument_group("several machines")
     hosts.add_argument("--nnodes", dest="hosts", type=whole("nnodes", 1), metavar="N", help="how many, default 1")
     hosts.add_argument(
@@ -92,6 +101,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     seen.add_argument("--plain", action="store_true", help="lines instead of the live table")
     seen.add_argument("--quiet", action="store_true", help="only the script's output, and what goes wrong")
     seen.add_argument("--json", action="store_true", help="a summary as the last line on stdout")
+
+
+def add_stop_arguments(parser: argparse.ArgumentParser) -> None:
+    """When a run has done enough."""
+    group = parser.add_argument_group("when it has done enough")
+    group.add_argument(
+        "--until", metavar="TARGET", help='stop when a metric the script tells is there, such as "accuracy>=0.97"'
+    )
+    group.add_argument("--goes-on", action="store_true", help="note when the target is reached, and do not stop")
+    group.add_argument(
+        "--longest", dest="longest_s", type=partial(read_time, "longest"), metavar="TIME", help="of training: 60s, 5m"
+    )
+    group.add_argument("--most-steps", type=whole("most-steps", 1), metavar="N", help="updates, of the whole run")
 
 
 def add_strategy_arguments(parser: argparse.ArgumentParser) -> None:
@@ -137,19 +159,26 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
-    inside = PARENT_VARIABLE in os.environ  # on an emulated host
-    if inside:
+    started = PARENT_VARIABLE in os.environ  # by another command of ours
+    if started:
         die_with_parent()
+    inside = started and options.emulate is not None and options.rdzv_endpoint is not None  # on an emulated host
     check_script(options.script, module=options.module)
+    if options.auto:
+        from paceline.cli.auto import by_plan  # which loads what plans need
+
+        options = by_plan(options, add_arguments)
     plan = resolve(options)
     check(plan, inside=inside)
+    if inside:  # an emulated host has cores of its own, as far as they go
+        os.sched_setaffinity(0, share_of_cores(plan.host, plan.hosts, allowed_cores()))
     folder = choose_run_folder(plan.run_folder, plan.name, host=plan.host)
     if plan.emulate is not None and not inside:
         return _run_on_emulated_hosts(plan, Emulation.parse(plan.emulate), folder)
     return _run_here(plan, folder)
 
 
-def _run_here(plan: Plan, path: Path) -> int:
+def _run_here(plan: RunPlan, path: Path) -> int:
     quiet = plan.quiet or plan.host > 0  # of several hosts, the first one speaks
     display = choose_display(plan.name, path, plain=plan.plain, quiet=quiet)
     folder = RunFolder(path, lambda line: display.say(f"paceline: {line}"), host=plan.host)
@@ -163,17 +192,34 @@ def _run_here(plan: Plan, path: Path) -> int:
                 why = f"shared memory is for x86-64 so far and this is {platform.machine()}"
                 display.say(f"paceline: {why}: replicas exchange by collectives")
         outcome = Supervisor(job, folder, display).run()
+        compared = _compared(plan, path) if outcome.exit_code == 0 and plan.host == 0 else None
         if not quiet:
             display.say(f"paceline: {_summary(outcome, plan, began)}; run folder {path}")
+            if compared is not None:
+                display.say(f"paceline: {compared.words}")
         if plan.json:
-            display.pass_on(_as_json(path, asdict(outcome)), error=False)
+            beside = msgspec.structs.asdict(compared) if compared is not None else {}
+            display.pass_on(_as_json(path, {**asdict(outcome), **beside}), error=False)
     finally:
         folder.close()
         display.close()
     return outcome.exit_code
 
 
-def in_words(plan: Plan) -> str:
+def _compared(plan: RunPlan, path: Path) -> SideBySide | None:
+    """A step beside its prediction, if the script was planned."""
+    return compare_with_prediction(
+        path,
+        plan.strategy,
+        plan.hosts,
+        plan.script,
+        plan.arguments,
+        module=plan.module,
+        emulate=plan.emulate,
+    )
+
+
+def in_words(plan: RunPlan) -> str:
     """What was given, what is so by default, and what changes nothing here."""
     idle, given = unused(plan), plan.given_settings
     said: dict[bool, list[str]] = {True: [], False: []}
@@ -185,7 +231,7 @@ def in_words(plan: Plan) -> str:
     return f"{words}; {ignored}" if ignored else words
 
 
-def not_used(plan: Plan) -> str:
+def not_used(plan: RunPlan) -> str:
     """What was given and changes nothing in this plan, and why; empty if there is no such thing."""
     idle = [
         f"{_typed(name)}{'' if value is True else f' {_shown(value)}'} ({why})"
@@ -205,7 +251,7 @@ def _shown(value: object) -> str:
     return f"{value:g} s" if isinstance(value, float) else str(value)
 
 
-def _config(plan: Plan, replicas: int) -> dict[str, object]:
+def _config(plan: RunPlan, replicas: int) -> dict[str, object]:
     idle = {name: {"not_used": why} for name, why in unused(plan).items()}
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -224,7 +270,7 @@ def _config(plan: Plan, replicas: int) -> dict[str, object]:
     }
 
 
-def _summary(outcome: RunOutcome, plan: Plan, began: float) -> str:
+def _summary(outcome: RunOutcome, plan: RunPlan, began: float) -> str:
     if outcome.exit_code == INTERRUPTED:
         stopped = f"stopped at step {outcome.steps}"
         if plan.save_on_stop is None:
@@ -234,7 +280,7 @@ def _summary(outcome: RunOutcome, plan: Plan, began: float) -> str:
         return f"{stopped}, {'saved to' if saved else 'nothing was saved to'} {path}"
     if outcome.exit_code == 128 + signal.SIGQUIT:
         return f"told to end at once at step {outcome.steps}"
-    if outcome.exit_code:
+    if outcome.exit_code not in (0, NOT_REACHED):
         return f"ended with exit code {outcome.exit_code} at step {outcome.steps}"
     if not outcome.steps:
         return f"ended after {outcome.seconds:.1f} s"
@@ -245,9 +291,24 @@ def _summary(outcome: RunOutcome, plan: Plan, began: float) -> str:
         words.append(f"{outcome.samples_per_second:.0f} samples/s")
     if outcome.loss is not None:
         words.append(f"loss {outcome.loss:.4g}")
+    words += [f"{name} {found.value:.4g}" for name, found in list(outcome.found.items())[-MOST_FOUND:]]
+    if outcome.target is not None:
+        words.append(_of_target(outcome, outcome.target))
+    elif outcome.stopped_by is not None:
+        words.append(f"stopped by --{outcome.stopped_by}")
     if outcome.deaths:
         words.append(f"deaths {outcome.deaths}, restarts {outcome.restarts}")
     return ", ".join(words)
+
+
+def _of_target(outcome: RunOutcome, seen: TargetSeen) -> str:
+    if seen.reached is not None:
+        after = f" after {seen.reached.seconds:.2f} s of training" if seen.reached.seconds is not None else ""
+        return f"{seen.target} reached at step {seen.reached.step}{after}"
+    if seen.best is None:
+        return f"{seen.target} not reached: {Target.parse(seen.target).never_seen(outcome.found)}"
+    limit = f" (stopped by --{outcome.stopped_by})" if outcome.stopped_by is not None else ""
+    return f"{seen.target} not reached{limit}, the best was {seen.best:.4g}"
 
 
 def _as_json(run_folder: Path, outcome: Mapping[str, object]) -> bytes:
@@ -257,7 +318,7 @@ def _as_json(run_folder: Path, outcome: Mapping[str, object]) -> bytes:
 # ── emulated hosts ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _run_on_emulated_hosts(plan: Plan, emulation: Emulation, folder: Path) -> int:
+def _run_on_emulated_hosts(plan: RunPlan, emulation: Emulation, folder: Path) -> int:
     """One more `paceline run` on each host."""
     with EmulatedHosts(emulation) as hosts:
         rendezvous = f"{hosts.addresses[0]}:{DEFAULT_PORT}"

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paceline.cli.plan import Plan, by_collectives
+from paceline.cli.run_plan import RunPlan, by_collectives
 from paceline.net.secure import is_loopback
 
-Condition = Callable[[Plan], bool]
+Condition = Callable[[RunPlan], bool]
 
 
-def unused(plan: Plan) -> dict[str, str]:
+def unused(plan: RunPlan) -> dict[str, str]:
     """The flags that change nothing in this plan, whether given or not, and why."""
     return {flag: why for flag, has_no_effect, why in _TABLE if has_no_effect(plan)}
 
 
-def _nothing_on_a_link(plan: Plan) -> bool:
+def _nothing_on_a_link(plan: RunPlan) -> bool:
     strategy = plan.strategy
     if strategy.on_servers:
         addresses = plan.join.split(",") if plan.join is not None else []
@@ -26,16 +26,16 @@ def _nothing_on_a_link(plan: Plan) -> bool:
     return plan.hosts == 1 and not by_collectives(strategy)
 
 
-def _one_process(plan: Plan) -> bool:
+def _one_process(plan: RunPlan) -> bool:
     return plan.strategy.processes == 1 and plan.strategy.server_processes == 0
 
 
-def _one_replica(plan: Plan) -> bool:
+def _one_replica(plan: RunPlan) -> bool:
     """Also not one of several runs that train the same container."""
     return plan.strategy.replicas == 1 and plan.join is None
 
 
-def _no_restart(plan: Plan) -> bool:
+def _no_restart(plan: RunPlan) -> bool:
     starts_servers_again = plan.strategy.durable and plan.join is None
     return plan.on_failure != "restart" and not starts_servers_again
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from paceline.cli.plan import Plan
+from paceline.cli.run_plan import RunPlan
 
 if TYPE_CHECKING:
     from paceline.verify.compare import Verdict
@@ -27,7 +27,8 @@ class VerifyResult:
 
     verdict: Verdict
     precision: Precision
-    asked: bool  # the loss in eval mode was compared, since the script has asked its model nothing
+    asked: bool  # the loss in eval mode was compared
+    called: bool  # and what the model answers to the call that the loss makes
     not_asked: str | None  # why that was not possible
 
     def as_json(self) -> str:
@@ -42,11 +43,12 @@ class VerifyResult:
             "evaluations": answers["evaluation"] - self.asked,
             "predictions": answers["prediction"],
             "loss_in_eval_mode": self.asked,
+            "call_in_eval_mode": self.called,
             "not_asked": self.not_asked,
         }
         return msgspec.json.encode(fields).decode()
 
-    def in_words(self, plan: Plan) -> str:
+    def in_words(self, plan: RunPlan) -> str:
         replicas = _count(plan.strategy.replicas, "replica")
         split = plan.strategy.settings.get("split")
         against = f"{replicas}{f', {split},' if split is not None else ''} against one process"
@@ -61,11 +63,13 @@ class VerifyResult:
     def _answers(self) -> list[str]:
         counts = self.verdict.answers
         said = ["the loss in eval mode"] if self.asked else []
+        if self.called:
+            said.append("the model's answer")
         if evaluations := counts["evaluation"] - self.asked:
             said.append(_count(evaluations, "evaluation"))
         if counts["prediction"]:
             said.append(_count(counts["prediction"], "prediction"))
-        return [f"with {' and '.join(said)}"] if said else []
+        return [f"with {_listed(said)}"] if said else []
 
     def _remarks(self) -> list[str]:
         verdict, remarks = self.verdict, []
@@ -78,6 +82,14 @@ class VerifyResult:
         if self.not_asked is not None:
             remarks.append(f"no loss in eval mode was compared ({self.not_asked})")
         return remarks
+
+
+def _listed(words: list[str]) -> str:
+    """
+    >>> _listed(["one"]), _listed(["one", "two", "three"])
+    ('one', 'one, two and three')
+    """
+    return " and ".join([*filter(None, [", ".join(words[:-1])]), words[-1]])
 
 
 def _count(number: int, what: str) -> str:

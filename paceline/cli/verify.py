@@ -20,16 +20,17 @@ import msgspec
 from paceline.cli import complain, whole
 from paceline.cli.checks import check, check_script
 from paceline.cli.cut import add_cut_arguments
-from paceline.cli.plan import Plan, resolve
 from paceline.cli.run import add_server_arguments, add_strategy_arguments, not_used
+from paceline.cli.run_plan import RunPlan, resolve
 from paceline.cli.unused import unused
 from paceline.cli.verified import Precision, VerifyResult
 from paceline.errors import LaunchError, StrategyError
 from paceline.launch.job import run_alone
+from paceline.launch.resting_collector import rest_while_loading
 from paceline.launch.supervisor import Supervisor
 from paceline.rules import Sync
 from paceline.run_place import Place, Recording
-from paceline.verify.recorded import NOT_ASKED, forget_asked, steps_of, was_asked
+from paceline.verify.recorded import NOT_ASKED, forget_asked, steps_of, was_asked, was_called
 from paceline.watch.display import choose_display
 from paceline.watch.run_folder import RunFolder
 
@@ -41,7 +42,8 @@ examples:
   paceline verify train.py --replicas 4 --dtype float32      the very operators of a run, rounding and all
 
 exit code 0: the same numbers to rounding; 1: they differ, and the first tensor that does is named.
-Also compared: what trainer.evaluate and trainer.predictor() give in these steps, or else the loss in eval mode.
+Also compared: what the loss logs, what trainer.evaluate, predict and predictor() give in these steps, and after the
+last one the loss in eval mode and what the model answers to the call that the loss makes.
 What cannot be computed in float64 is compared in float32, and the result says why and what was tolerated.
 Dropout draws other random numbers in every replica: switch it off to verify.
 """
@@ -82,17 +84,19 @@ def execute(options: argparse.Namespace) -> int:
         if not steps_of(alone):
             raise LaunchError(f"{plan.script} made no step with a pl.Trainer, whose numbers paceline verify compares")
         not_asked = (alone / NOT_ASKED).read_text() if (alone / NOT_ASKED).exists() else None
-        # A script that asks its model nothing ends with its last step, where all its processes can be asked together.
+        # One that was asked ends with its last step, where all its processes can be asked together.
         asks = was_asked(alone) and _in_step(plan)
+        calls = asks and was_called(alone)
         steps = steps_of(alone) if asks else options.steps
-        _run_distributed(plan, _recording(plan, distributed, steps, precision, asks=asks), run_folder)
+        _run_distributed(plan, _recording(plan, distributed, steps, precision, asks=asks, calls=calls), run_folder)
+        rest_while_loading()
         from paceline.verify.compare import compare
 
         if was_asked(alone) and not asks:
             forget_asked(alone)
             not_asked = "under this rule replicas are not at the same step"
         verdict = compare(alone, distributed, tolerance, dtype=precision.dtype)
-        result = VerifyResult(verdict, precision, asked=asks, not_asked=not_asked)
+        result = VerifyResult(verdict, precision, asked=asks, called=calls, not_asked=not_asked)
     print(result.as_json() if options.json else result.in_words(plan))
     return 0 if result.verdict.equal else 1
 
@@ -109,7 +113,7 @@ def _tolerance(text: str | None) -> float | None:
     return value
 
 
-def _precision(given: str | None, plan: Plan) -> Precision:
+def _precision(given: str | None, plan: RunPlan) -> Precision:
     if given == "float32":
         return Precision("float32")
     wire = plan.strategy.wire
@@ -120,7 +124,7 @@ def _precision(given: str | None, plan: Plan) -> Precision:
     return Precision("float64")
 
 
-def _in_step(plan: Plan) -> bool:
+def _in_step(plan: RunPlan) -> bool:
     """Whether all replicas are done with the same step when they are done with their last one."""
     strategy = plan.strategy
     if not strategy.on_servers or strategy.replicas == 1:
@@ -128,12 +132,14 @@ def _in_step(plan: Plan) -> bool:
     return strategy.rule == Sync() and not strategy.warmup_steps and not strategy.warmup_epochs
 
 
-def _recording(plan: Plan, folder: Path, steps: int, precision: Precision, *, asks: bool) -> Recording:
+def _recording(
+    plan: RunPlan, folder: Path, steps: int, precision: Precision, *, asks: bool, calls: bool = False
+) -> Recording:
     tables = plan.strategy.server_processes > 0
-    return Recording(str(folder), steps, dtype=precision.dtype, asks=asks, tables=tables)
+    return Recording(str(folder), steps, dtype=precision.dtype, asks=asks, calls=calls, tables=tables)
 
 
-def _run_alone(plan: Plan, folder: Path, steps: int, precision: Precision, *, may_narrow: bool) -> Precision:
+def _run_alone(plan: RunPlan, folder: Path, steps: int, precision: Precision, *, may_narrow: bool) -> Precision:
     """Records one process. Returns in which precision: a script that cannot be run in float64 is run as it is."""
     outcome = _try_alone(plan, _recording(plan, folder, steps, precision, asks=True))
     if outcome.returncode and precision.dtype == "float64" and may_narrow:
@@ -149,7 +155,7 @@ def _run_alone(plan: Plan, folder: Path, steps: int, precision: Precision, *, ma
     return precision
 
 
-def _try_alone(plan: Plan, recording: Recording) -> subprocess.CompletedProcess[str]:
+def _try_alone(plan: RunPlan, recording: Recording) -> subprocess.CompletedProcess[str]:
     place = Place(row=0, rows=1, recording=recording, started_by="reference")
     return run_alone(["-m", "paceline.launch.script", *plan.job(place).command], place)
 
@@ -160,7 +166,7 @@ def _sentence(errors: str) -> str:
     return last.partition(": ")[2] if last.startswith(OUR_ERRORS) else last
 
 
-def _run_distributed(plan: Plan, recording: Recording, path: Path) -> None:
+def _run_distributed(plan: RunPlan, recording: Recording, path: Path) -> None:
     display = choose_display(plan.name, plain=True, quiet=True)
     folder = RunFolder(path, lambda line: display.say(f"paceline: {line}"))
     job = plan.job(msgspec.structs.replace(plan.place(path), recording=recording), container="verify")

@@ -22,16 +22,25 @@ def map_tensors(act: Callable[[Tensor], Any], value: Any) -> Any:
     >>> map_tensors(lambda tensor: tensor.tolist(), (Tensor([1]), UserDict(x=Tensor([2]), name="a")))
     ([1.0], {'x': [2.0], 'name': 'a'})
     """
-    if isinstance(value, Tensor):
+
+    def changed(leaf: Any) -> Any:
+        return act(leaf) if isinstance(leaf, Tensor) else leaf
+
+    return map_leaves(changed, value)
+
+
+def map_leaves(act: Callable[[Any], Any], value: Any, is_leaf: Callable[[Any], bool] = lambda _: False) -> Any:
+    """Returns the same kind of value, with `act(leaf)` in the place of whatever holds nothing else, or `is_leaf` says
+    is to be taken as one."""
+    if is_leaf(value):
         return act(value)
     if isinstance(value, Mapping):
-        return _mapping_like(value, {key: map_tensors(act, item) for key, item in value.items()})
+        return mapping_like(value, {key: map_leaves(act, item, is_leaf) for key, item in value.items()})
     if isinstance(value, (tuple, list)):
-        items = [map_tensors(act, item) for item in value]
-        return sequence_like(value, items)
+        return sequence_like(value, [map_leaves(act, item, is_leaf) for item in value])
     if is_dataclass(value):
-        return dataclass_like(value, {name: map_tensors(act, item) for name, item in fields_of(value)})
-    return value
+        return dataclass_like(value, {name: map_leaves(act, item, is_leaf) for name, item in fields_of(value)})
+    return act(value)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor | None]:
@@ -64,7 +73,7 @@ def without_samples(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value[:0] if value.dim() else value
     if isinstance(value, Mapping):
-        return _mapping_like(value, {key: without_samples(item) for key, item in value.items()})
+        return mapping_like(value, {key: without_samples(item) for key, item in value.items()})
     if isinstance(value, list) and len(value) == 1 and list(tensors_in(value)) == [None]:
         return sequence_like(value, [])
     if isinstance(value, (tuple, list)):
@@ -103,7 +112,8 @@ def sequence_like(value: Any, items: list[Any]) -> Any:
         return items if isinstance(value, list) else tuple(items)
 
 
-def _mapping_like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+def mapping_like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Returns a mapping of the same class with these items."""
     if type(value) is dict:
         return items
     if isinstance(value, MutableMapping):

@@ -9,7 +9,8 @@ because there are three kinds of datasets:
 
 A stream cannot be asked for a sample again, but an update may have to be: when a replica dies, the survivors load
 its part of the same lease. So samples stay buffered until the ledger has committed them. Every replica must see
-the same stream: one that draws random numbers has to seed them itself.
+the same stream: one that draws random numbers has to seed them itself, and one that was split by rank would lose
+samples without a word. So the first sample is a part of what replicas compare.
 
 `Ahead` loads the coming batches in a thread while the model computes. A thread is often enough, since most of reading,
 picking and collating runs outside the interpreter's lock, and it costs no copy between processes. But it shares
@@ -20,6 +21,7 @@ loaded by workers (`workers.py`), which do.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -34,7 +36,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from paceline.data.batch_values import map_tensors, tensors_in
 from paceline.data.collate import Collate, collate_samples
 from paceline.data.ledger import Ledger
-from paceline.data.script_call import describe
+from paceline.data.script_call import checksum_of, describe
 from paceline.data.workers import LONGEST_END_S, Workers, many_samples, note
 from paceline.errors import DataError, PacelineError
 
@@ -45,11 +47,16 @@ class Feed(ABC):
     """Batches by position. May be used by several threads: one load at a time."""
 
     length: int | None  # None: a stream, which tells its length only by ending
-    description = ""  # of its dataset, as far as it can be compared with another replica's
+    by_workers = False  # whether other processes load the samples
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.convert: Convert | None = None  # what a batch becomes before anybody sees it
+        self.kind = ""  # of its dataset, in words
+
+    def description(self) -> str:
+        """Returns what its dataset is, as far as it can be compared with another replica's."""
+        return self.kind
 
     def __enter__(self) -> Feed:
         """Starts what helps it to load."""
@@ -122,6 +129,7 @@ class MapFeed(Feed):
         super().__init__()
         self.length = len(dataset)
         self._dataset, self._collate, self._workers = dataset, collate or collate_samples, workers
+        self.by_workers = workers is not None
         self._get_many = getattr(dataset, "__getitems__", None)
 
     def __enter__(self) -> Feed:
@@ -169,6 +177,17 @@ class StreamFeed(Feed):
         self.length = None
         self._stream, self._collate = stream, collate
         self._readings: dict[int, _Reading] = {}
+        self._begun: _Reading | None = None  # of no epoch yet: an iterable may count how often it is iterated
+
+    def description(self) -> str:
+        with self._lock:
+            if self._begun is None and not self._readings:
+                self._begun = _Reading(self._stream)
+            reading = self._begun or min(self._readings.items())[1]
+            with contextlib.suppress(Exception):  # whoever loads it will hear of that
+                reading.read_to(1)
+            first = reading.samples(range(1)) if not reading.start else []
+        return f"{self.kind}, first sample {checksum_of(first[0]):08x}" if first else self.kind
 
     def _load(self, ledger: Ledger, epoch: int, positions: range) -> Any:
         reading, floor = self._reading(ledger, epoch)
@@ -202,7 +221,8 @@ class StreamFeed(Feed):
         floor = committed.start if epoch == committed.epoch else 0
         reading = self._readings.get(epoch)
         if reading is None or reading.start > floor:  # new, or the run resumed at an earlier position
-            reading = self._readings[epoch] = _Reading(self._stream)
+            reading = self._readings[epoch] = self._begun or _Reading(self._stream)
+            self._begun = None
         reading.forget_to(floor)
         if reading.start < floor:
             raise DataError(
@@ -268,7 +288,7 @@ def open_feed(
     `convert` another of it; `workers` processes load them, see `Workers`."""
     feed = _feed_of(dataset, collate, Workers(dataset, collate, workers, begin=begin_worker, cores=cores))
     feed.convert = convert
-    feed.description = describe(dataset)
+    feed.kind = describe(dataset)
     return feed
 
 

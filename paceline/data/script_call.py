@@ -7,15 +7,18 @@ between mirrored replicas by their engine, with servers by the chief, between th
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
+from paceline.data.batch_values import leaves_in
 from paceline.errors import DataError
 
 _LOOKED_AT = 64  # samples of a dataset
@@ -39,6 +42,7 @@ class ScriptCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     accumulate: int | None = None
     clip_norm: float | None = None
     scheduler: str | None = None
+    metric: str | None = None
 
     def difference(self, other: ScriptCall) -> DataError | None:
         """Returns what is wrong with this call, if another replica has made another one.
@@ -60,6 +64,21 @@ class ScriptCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def _words(self) -> str:
         return f"call {self.number} of trainer.batches" if self.name == "batches" else "trainer.evaluate"
+
+
+def describe_function(function: Any) -> str:
+    """Returns which function of the script this is: its name, and where it stands.
+
+    >>> describe_function(describe_function).partition(":")[0]
+    'describe_function (script_call.py'
+    """
+    while hasattr(function, "func"):  # functools.partial
+        function = function.func
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return type(function).__qualname__
+    return f"{function.__qualname__} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
 
 
 def describe(dataset: Any) -> str:
@@ -100,6 +119,28 @@ def _checksum(tensors: list[Tensor] | tuple[Tensor, ...]) -> int:
             rows = tensor.detach()[_some(len(tensor)).to(tensor.device)].flatten(1 if tensor.dim() > 1 else 0)
             most = max(1, _LOOKED_AT_BYTES // tensor.element_size())
             found = zlib.crc32(rows[..., :most].cpu().contiguous().view(torch.uint8).numpy().data, found)
+    return found
+
+
+def checksum_of(sample: Any) -> int:
+    """Returns one of the beginnings of what a sample holds; of a value of which nothing is known, of its class.
+
+    >>> one, other = {"x": torch.ones(2), "name": "a"}, {"x": torch.ones(2), "name": "b"}
+    >>> checksum_of(one) == checksum_of(dict(one)), checksum_of(one) == checksum_of(other)
+    (True, False)
+    """
+    found = 0
+    for leaf in leaves_in(sample):
+        value = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc" else leaf
+        if isinstance(value, Tensor) and value.layout == torch.strided:
+            found = zlib.crc32(f"{value.dtype} {list(value.shape)}".encode(), found)
+            most = max(1, _LOOKED_AT_BYTES // value.element_size())
+            data = value.detach().reshape(-1)[:most].cpu().contiguous().view(torch.uint8)
+            found = zlib.crc32(data.numpy().tobytes(), found)
+        else:
+            plain = isinstance(value, (str, bytes, int, float, complex, np.generic, type(None)))
+            text = repr(value) if plain else type(value).__qualname__
+            found = zlib.crc32(text.encode(errors="backslashreplace"), found)
     return found
 
 

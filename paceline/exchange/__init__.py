@@ -1,6 +1,6 @@
 """Exchange: how the processes of a run agree, and how bytes travel between them.
 
-`board` holds the shared words of a host and `together` what replicas do by them; `sums` adds up small things through
+`board` holds the shared `words` of a host and `together` what replicas do by them; `sums` adds up small things through
 shared memory, `mailboxes` carries tensors between the devices of one replica, `links` sums between hosts, coded by a
 `wire`. Nothing here knows of strategies.
 """

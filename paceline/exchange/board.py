@@ -15,12 +15,11 @@ without talking to one another:
 - a member that died before has not, and never will: everybody tries the op again under the new epoch.
 
 The supervisor is the only one that declares deaths: it has waited for the process, so a dead replica cannot write
-any more. This module does not import torch, so that the supervisor stays light.
+any more. `words` lists what is on the board. Neither module imports torch, so that the supervisor stays light.
 """
 
 from __future__ import annotations
 
-import enum
 import mmap
 import os
 import time
@@ -28,10 +27,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import Stalled
+from paceline.exchange.words import MOST_ARENAS, ROW_WORDS, HostWord, Kind, Phase, Word
 from paceline.memory import segment
 
 BOARD_BYTES = 1 << 20
-ROW_WORDS = 64
 MOST_REPLICAS = BOARD_BYTES // 8 // ROW_WORDS - 1
 
 EPOCH_BITS = 20
@@ -42,132 +41,20 @@ OWN_CORE_SPIN_S = 0.02  # the same where every replica has a core of its own: no
 LONGEST_SLEEP_S = 0.001
 
 
-class HostWord(enum.IntEnum):
-    """Words that belong to the whole host."""
-
-    REPLICAS = 0
-    EPOCH = 1  # membership epoch; odd while the supervisor is changing the rows
-    STOP_REQUESTED = 2  # supervisor: please end after the step in progress
-    STOP_AFTER = 3  # first member: the op after which all stop (0: none)
-    TOTAL_STEPS = 4  # for the progress display; 0 while unknown
-    SUPERVISED = 5  # 1 if a supervisor declares deaths
-    CLOSED = 6  # the last step that is complete: all shards updated
-    BUFFERS_OF = 8  # first member: the op in which all take over its buffers
-    CORES = 9  # of the host, for its replicas; 0: unknown
-    DEVICES = 10  # that one replica is cut over; 0, 1: it is not
-    RESUMED_AT = 11  # steps that an earlier run had made when this one made its first
-    FIRST_REPLICA = 7  # number of this host's replica 0 among all hosts'
-
-
-OVER_SAMPLES = -1.0  # in the place of a count: the loss is a mean over samples
-NO_LOSS = -2.0  # the same: there is none yet, or another device speaks for this one
-
-
-class Word(enum.IntEnum):
-    """Words of one replica's row."""
-
-    INCARNATION = 0  # supervisor: odd while a process runs in this row, one more when it ends or starts again
-    ADMITTED = 1  # first member: the incarnation that takes part
-    WORKING = 2  # tag of the op it is trying
-    ARRIVED = 3  # tag of the last op whose part it has finished
-    POSTED = 4  # tag and number of its last contribution to a collective
-    READ = 27  # its last contribution to a collective that it has finished adding up
-    NORMED = 5  # last op for which its owner's share of the gradient norm is known
-    DONE = 6  # last op for which its owner's updates are complete
-    UNDO = 7  # 1 + chunk it is updating at this moment; 0: none
-    ADMIT_AT = 8  # first member: first op in which that incarnation takes part
-    JOINING = 9  # the incarnation that was started again and is ready to take part
-    PHASE = 10
-    SINCE_NS = 11  # monotonic time at which the phase began
-    STEP = 12
-    SAMPLES = 13  # samples in its part of the step
-    COMPUTE_NS = 14
-    WAIT_NS = 15
-    UPDATE_NS = 16
-    OPTIONS = 17  # fingerprint of its optimizer's options
-    LOSS = 18  # float: its share of the step's loss
-    MEAN_LOSS = 26  # float: the mean loss over the whole batch of the last closed step
-    SAMPLES_SEEN = 19  # samples of the whole batch, summed over the run
-    PID = 20
-    KIND = 21  # what kind of op it works on: all must do the same
-    OP = 22  # the last op it has begun
-    ARENAS = 23  # how many arenas it has had
-    LANDED = 25  # the op, and how many buckets of its gradients are complete in this replica's buffer
-    RETRIES = 24  # tries that had to be repeated because a member was lost
-    GIVES = 28  # bytes of what it gives to a call of its script
-    SEGMENT = 29  # descriptor of the memory it has made for such a call
-    PARAMETERS = 30  # float: what a sample of its parameters comes to, where they are its own
-    COUNT = 31  # float: what its share of the loss is a sum over; below 0: see `OVER_SAMPLES`, `NO_LOSS`
-    UNIT = 32  # float: by what that sum was divided before backward
-    LOGGED = 33  # bytes of what its loss logs beside itself, in the arena
-    DESCRIPTOR = 34  # the arenas it holds open: arena number and file descriptor, a word each, taking turns
-
-
-class Kind(enum.IntEnum):
-    """Kinds of ops, as a sentence names them."""
-
-    BUILD = 0
-    STEP = 1
-    EVALUATE = 2
-    SAVE = 3
-    UPDATE = 4
-    BATCHES = 5
-    BARRIER = 6
-    MEAN = 7
-    GATHER = 8
-    BROADCAST = 9
-
-    @property
-    def words(self) -> str:
-        if self >= Kind.BARRIER:
-            return f"calls pl.{self.name.lower()}"
-        calls = "builds a trainer", "takes a step", "evaluates", "saves or resumes", "updates", "calls trainer.batches"
-        return calls[self]
-
-
-class Phase(enum.IntEnum):
-    """What a replica is doing, for the display and for the sentence that explains a hang."""
-
-    STARTING = 0
-    LOADING = 1
-    COMPUTING = 2
-    AWAITING_GRADIENTS = 3
-    UPDATING = 4
-    AWAITING_UPDATES = 5
-    AWAITING_STATISTICS = 6
-    AWAITING_ARENA = 7
-    EVALUATING = 8
-    SAVING = 9
-    AWAITING_SAVE = 10
-    BETWEEN = 11  # in the user's own code between two ops
-    AWAITING_ADMISSION = 12
-    AWAITING_HOSTS = 13
-    AWAITING_EVALUATION = 14
-    AWAITING_WORK = 15  # from the chief of a centralized run
-    AWAITING_SERVERS = 16
-    AWAITING_DEVICES = 17  # of the same replica, whose model is cut
-    AWAITING_OTHERS = 18  # in a call of the script's: pl.barrier, pl.mean …
-
-    @property
-    def words(self) -> str:
-        """How a sentence names it: "waits for updates"."""
-        name = self.name.lower().replace("_", " ")
-        return name.replace("awaiting", "waits for") if self.is_wait else f"is {name}"
-
-    @property
-    def is_wait(self) -> bool:
-        return self.name.startswith("AWAITING")
-
-
-MOST_ARENAS = ROW_WORDS - Word.DESCRIPTOR  # that may be open at once
-
-
 def called(rank: int, devices: int) -> str:
     """
     >>> called(3, 1), called(3, 2)
     ('replica 3', 'device 1 of replica 1')
     """
     return f"replica {rank}" if devices < 2 else f"device {rank % devices} of replica {rank // devices}"
+
+
+def other_call(one: str, does: Kind, other: str, other_does: Kind) -> Stalled:
+    """What is wrong when two processes that run the same script make different calls."""
+    return Stalled(
+        f"{one} {does.words} while {other} {other_does.words}: every replica must make the same trainer calls in the "
+        "same order"
+    )
 
 
 class MemberLost(Exception):
@@ -249,7 +136,7 @@ class Board:
         """This process now runs in row `rank`: whatever an earlier process counted there is over."""
         if self.get(rank, Word.PID) != os.getpid():
             self.set(rank, Word.PID, os.getpid())
-            for word in (Word.OP, Word.ARENAS):
+            for word in (Word.OP, Word.ARENAS, Word.ASKED):
                 self.set(rank, word, 0)
         self.enter(rank, Phase.STARTING)
 
@@ -271,6 +158,10 @@ class Board:
     def next_op(self, rank: int) -> int:
         """Number of the op that `rank` begins now. All run the same script, so all count alike."""
         return self._count(rank, Word.OP)
+
+    def next_question(self, rank: int) -> int:
+        """Number of the question that `rank` asks its predictor now."""
+        return self._count(rank, Word.ASKED)
 
     def next_arena(self, rank: int) -> int:
         """Number of the arena that `rank` is about to share."""
@@ -429,13 +320,14 @@ class Board:
 
     def _check_kind(self, other: int, members: Members) -> None:
         """Replicas run the same script; one that makes another call now would wait for the others for ever."""
-        mine, theirs = self.get(members.replica, Word.KIND), self.get(other, Word.KIND)
-        if theirs >> EPOCH_BITS == members.op and theirs != mine:
-            does, other_does = (Kind(kind & (1 << EPOCH_BITS) - 1).words for kind in (mine, theirs))
-            raise Stalled(
-                f"{self.called(members.replica)} {does} while {self.called(other)} {other_does}: "
-                "every replica must make the same trainer calls in the same order"
-            )
+        mine, theirs = self.doing(members.replica), self.doing(other)
+        if theirs[0] == members.op and theirs != mine:
+            raise other_call(self.called(members.replica), mine[1], self.called(other), theirs[1])
+
+    def doing(self, rank: int) -> tuple[int, Kind]:
+        """The last op that the process in row `rank` has begun, and of what kind it is."""
+        word = self.get(rank, Word.KIND)
+        return word >> EPOCH_BITS, Kind(word & (1 << EPOCH_BITS) - 1)
 
     def called(self, rank: int) -> str:
         """How a sentence names the process in row `rank`."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -32,6 +32,9 @@ from paceline.torch_private import nccl_group
 __all__ = ["Links", "Store", "open_store"]
 
 
+LOOK_EVERY = timedelta(milliseconds=250)  # while others are waited for
+
+
 class Links:
     """This owner's connections to the owners of the same shard on the other hosts."""
 
@@ -45,8 +48,11 @@ class Links:
         self._store = store
         self._timeout = timedelta(seconds=timeout_s)
         # Two groups, because small sums of the model's forward and the bulk of the gradients travel at the same time.
+        # And a third for what is no step: sums of a step and of another call must not meet, Gloo would end the process.
         self._small = self._connect(f"{name}/small")
         self._bulk = self._connect(f"{name}/bulk")
+        self._calls = self._connect(f"{name}/calls")
+        self.look: Callable[[], None] = lambda: None  # while this host waits for others
         self._ranges: dict[int, _Range] = {}
 
     def _connect(self, name: str) -> Any:
@@ -69,8 +75,34 @@ class Links:
         """The sum over all hosts of a few numbers, uncoded. All owners of this link call it."""
         total = values.to(self._device, copy=True).contiguous()
         with self._explained():
-            (group or self._small).allreduce([total]).wait()
+            work = (group or self._small).allreduce([total])
+            while not self._is_done(work):
+                self.look()
         return total.to(values.device)
+
+    def _is_done(self, work: Any) -> bool:
+        """Waits for a moment; of a GPU until it is."""
+        try:
+            work.wait(*() if self._device.type == "cuda" else (LOOK_EVERY,))
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            return False
+        return True
+
+    def sum_in_call(self, values: torch.Tensor) -> torch.Tensor:
+        """The same in what is no step."""
+        return self.sum(values, self._calls)
+
+    def tell(self, row: int, what: str) -> None:
+        """Has the same row of the other hosts know something, which takes the place of what was told before."""
+        self._store.set(f"told/{row}/{self.host}", what)
+
+    def told(self, row: int) -> Iterator[tuple[int, str]]:
+        """Returns what the same row of the other hosts has told, by host."""
+        for host in range(self.hosts):
+            if host != self.host and self._store.check([key := f"told/{row}/{host}"]):
+                yield host, self._store.get(key).decode()
 
     def sum_in_turn(self, values: torch.Tensor) -> torch.Tensor:
         """The same between the sums of gradients, by whoever makes those."""

@@ -19,8 +19,9 @@ from functools import partial
 import torch
 
 from paceline.errors import PacelineError, ReplicaDied
-from paceline.exchange.board import Board, Kind, Members, Phase
+from paceline.exchange.board import Board, Members
 from paceline.exchange.together import Together
+from paceline.exchange.words import Kind, Phase
 from paceline.memory import segment
 from paceline.memory.arena import Arena
 
@@ -53,6 +54,8 @@ class Peers:
         self._out = {other: _Outbox(arena, self._box(rank, other)) for other in others}
         self._in = {other: _Inbox(arena, self._box(other, rank)) for other in others}
         self._told = 0  # words of what the first device has told all
+        # Does something else while there is nothing to receive, and returns whether there was something to do.
+        self.meanwhile: Callable[[], bool] = lambda: False
 
     @classmethod
     def meet(cls, together: Together, count: int) -> Peers:
@@ -96,7 +99,8 @@ class Peers:
         """Returns the next tensor that `source` has sent to this device, and waits for it."""
         box = self._in[source]
         while (tensor := box.next()) is None:
-            self._wait(source, lambda: box.arrived)
+            if not self.meanwhile():
+                self._wait(source, lambda: box.arrived)
         return tensor
 
     def _posted(self, box: _Outbox, part: torch.Tensor, tensor: torch.Tensor, elements: int) -> bool:

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import torch
 
 from paceline.errors import PacelineError
-from paceline.exchange.board import COLLECTIVE_BITS, Members, Phase, Word
+from paceline.exchange.board import COLLECTIVE_BITS, Members
 from paceline.exchange.together import Together
+from paceline.exchange.words import Phase, Word
 from paceline.memory.model_arena import ModelArena
 
 

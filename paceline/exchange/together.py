@@ -3,6 +3,7 @@
 attempt   try an op with all members; when one dies before it is complete, try again without it
 meet      go on when everybody is here
 once      the first member acts, everybody goes on when that is done
+ask       devices of one replica answer together
 attach    open the memory that another one holds
 finish    everybody works on its own shard; the lowest-ranked survivor finishes those of the dead
 """
@@ -11,11 +12,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from paceline.errors import ArenaError
-from paceline.exchange.board import Board, Kind, MemberLost, Members, Phase, Word
+from paceline.errors import ArenaError, Stalled
+from paceline.exchange.board import Board, MemberLost, Members
+from paceline.exchange.words import Kind, Phase, Word
 from paceline.memory.arena import Arena
 
 T = TypeVar("T")
@@ -84,6 +86,29 @@ class Together:
 
         self.attempt(one_try)
         self.board.enter(self.replica, Phase.BETWEEN)
+
+    def ask(self, ranks: Sequence[int]) -> None:
+        """Returns when these processes, this one among them, all ask their predictors: they answer together. Raises if
+        one has ended, or has gone on to another call instead. One that is slow is waited for."""
+        board, me = self.board, self.replica
+        question = board.next_question(me)
+
+        def ready() -> bool:
+            for other in ranks:
+                # Who begins an op has asked before what it was to ask before; who is dead has asked, or never will.
+                alive, (op, kind) = board.alive(other), board.doing(other)
+                if board.get(other, Word.ASKED) >= question:
+                    continue
+                if alive and op <= board.get(me, Word.OP):
+                    return False
+                does = f"while {board.called(other)} {kind.words}" if alive else f"and {board.called(other)} has ended"
+                raise Stalled(
+                    f"{board.called(me)} asks a predictor {does}: all devices of a replica must ask it together; "
+                    "trainer.predict answers one alone"
+                )
+            return True
+
+        board.wait(me, Phase.AWAITING_DEVICES, ready, self.timeout_s)
 
     def await_arena(self, number: int, maker: int) -> tuple[int, int, int]:
         """Returns who holds that arena, as `attach` takes it: a living replica, or `maker`, which is about to make it;

@@ -1,8 +1,15 @@
 """A computation of the user's, the loss of a batch above all, as one graph of ATen operators.
 
-call_graph   the graph: what it takes, its operators, what it returns, in which modes they run
-capture      from a function, a model and its inputs to the graph, by torch.export
-inputs       what a function is given, as tensors and all else
-proof        whether the graph computes what the function computes
-operators    what can be said of one operator: its name, what it changes, what it may share memory with
+call_graph       the graph: what it takes, its operators, what it returns, in which modes they run
+capture          from a function, a model and its inputs to the graph, by torch.export
+shapes           one computation in many shapes: sizes that are left open, and numbers in their places
+inputs           what a function is given, as tensors and all else
+whole            modules and functions that are one operator each: `pl.whole`
+proof            whether the graph computes what the function computes
+python_effects   what a function does that is in no graph: it prints, it counts
+in_place         changes in place that nobody sees, as operators that give something new
+kept             graphs on disk, so that the second run of a script need not capture again
+content          what a computation is made of, as a key: who changes anything gets another
+written          a graph as bytes and back
+operators        what can be said of one operator: its name, what it changes, what it may share memory with
 """

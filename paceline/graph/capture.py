@@ -27,6 +27,7 @@ from paceline.errors import ModelError
 from paceline.graph.call_graph import AROUND, CallGraph, Mode
 from paceline.graph.inputs import Structure, take_apart
 from paceline.graph.operators import name_of
+from paceline.graph.whole import Capturing, NotNoted, WholeCall
 from paceline.optim.batchnorm import plain_batchnorm
 from paceline.optim.models import own_state
 from paceline.torch_private import CHECKS, masks_unread, schema_of
@@ -60,23 +61,50 @@ class _Computation(nn.Module):
         return tuple(found)
 
 
-def capture(function: Function, model: nn.Module, given: Any) -> CallGraph:
+def capture(function: Function, model: nn.Module, given: Any, free: Sequence[set[int]] = ()) -> CallGraph:
     """Returns the graph of `function(model, given)`, in the modes that the modules are in, with gradients if they are
-    on. The model is left as it was."""
+    on. `free`: by tensor, the dims whose sizes are left open. The model is left as it was."""
     model = own_state(model)
     tensors, structure = take_apart(given, "batch")
     returned: list[Structure] = []
     computation = _Computation(function, model, structure, returned.append)
     computation.training = model.training  # that of its own, and of no submodule
     random = torch.get_rng_state()
+    kept_whole = Capturing(model)
+
+    def export() -> Any:
+        with _CAPTURING, _quiet(), masks_unread(), kept_whole.as_operators():
+            return torch.export.export(computation, tuple(tensors), strict=False, dynamic_shapes=_open_sizes(free))
+
     try:
-        with _CAPTURING, _quiet(), plain_batchnorm(model), masks_unread():
-            exported = torch.export.export(computation, tuple(tensors), strict=False)
+        with plain_batchnorm(model):
+            if kept_whole.modules:
+                _refuse_open(free)
+                kept_whole.first_run(function, model, given)
+            try:
+                exported = export()
+            except NotNoted:
+                _refuse_open(free)
+                kept_whole.first_run(function, model, given)
+                exported = export()
     except Exception as error:
         raise _refusal(model, error) from error
     finally:
         torch.set_rng_state(random)
-    return _Flattened(exported, model, returned[-1]).graph
+    return _Flattened(exported, model, returned[-1], kept_whole.calls).graph
+
+
+def _open_sizes(free: Sequence[set[int]]) -> dict[str, Any] | None:
+    """Returns the sizes that are left open as torch.export wants them, None for none."""
+    if not any(free):
+        return None
+    return {"tensors": tuple(dict.fromkeys(dims, torch.export.Dim.AUTO) for dims in free)}
+
+
+def _refuse_open(free: Sequence[set[int]]) -> None:
+    """What is kept whole gives tensors of the sizes that it gave once."""
+    if any(free):
+        raise ModelError("model", "kept whole in part", "its sizes cannot be left open")
 
 
 @contextmanager
@@ -95,7 +123,8 @@ def _quiet() -> Iterator[None]:
 class _Flattened:
     """A graph of torch.export, without its blocks, and with placeholders for all that it needs."""
 
-    def __init__(self, exported: Any, model: nn.Module, structure: Structure) -> None:
+    def __init__(self, exported: Any, model: nn.Module, structure: Structure, calls: Sequence[WholeCall]) -> None:
+        self._calls = calls  # of modules that are kept whole
         names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
         signature = exported.graph_signature
         given = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
@@ -158,6 +187,10 @@ class _Flattened:
         made = self._graph.node_copy(node, copies.__getitem__)
         if (plain := _SHAPED_LIKE.get(name_of(node))) is not None:
             made.target, made.args = plain, (made.args[0], list(node.meta["val"].shape))
+        if node.target is torch.ops.paceline.whole.default:
+            args: Any = made.args
+            number, *operands = args
+            made.target, made.args = self._calls[number], tuple(operand for group in operands for operand in group)
         stack = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
         # Of the model that lies in the computation.
         modules = [path.partition(".")[2] for path in stack if path.partition(".")[0] == "model"]
@@ -173,6 +206,8 @@ class _Flattened:
 
 
 def _has_effect(node: fx.Node) -> bool:
+    if isinstance(node.target, WholeCall):
+        return True  # nobody knows
     schema: Any = schema_of(node.target)
     target: Any = node.target
     return schema is not None and (schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags)
@@ -203,14 +238,37 @@ def _attribute(model: nn.Module, path: str) -> Any:
 def _refusal(model: nn.Module, error: Exception) -> ModelError:
     if isinstance(error, ModelError):
         return error
-    where = _line_of(error)
     by_values = "data-dependent" in str(error) or "DataDependent" in type(error).__name__
     why = "it decides by the values of a tensor" if by_values else _first_line(error)
+    path = _module_of(model, error)
+    then = f"keep that module whole with pl.whole({_spelled(path)})" if path else "leave that out"
     return ModelError(
         "model",
         type(model).__name__,
-        f"what it computes cannot be followed{where}, so it cannot be cut: {why}; leave that out, or use --replicas",
+        f"what it computes cannot be followed{_line_of(error)}, so it cannot be cut: {why}; {then}, or use --replicas",
     )
+
+
+def _module_of(model: nn.Module, error: BaseException) -> str:
+    """Returns the path of the innermost module that an error came through; an empty one if that is the model."""
+    paths = {module: path for path, module in model.named_modules()}
+    found, here = "", error.__traceback__
+    while here is not None:
+        of = here.tb_frame.f_locals.get("self")
+        # Not torch's own Sequential or Linear around or below the user's line: nothing in there decides.
+        if isinstance(of, nn.Module) and of in paths and not type(of).__module__.startswith("torch.nn."):
+            found = paths[of]
+        here = here.tb_next
+    return found
+
+
+def _spelled(path: str) -> str:
+    """Returns a path as a script spells it.
+
+    >>> _spelled("layers.0.experts")
+    'model.layers[0].experts'
+    """
+    return "model" + "".join(f"[{name}]" if name.isdigit() else f".{name}" for name in path.split("."))
 
 
 def _line_of(error: BaseException) -> str:

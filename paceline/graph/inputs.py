@@ -6,22 +6,22 @@ a tensor in one of these would be a constant of the graph, and every batch the f
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import operator
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
+from paceline.data.batch_values import dataclass_like, fields_of, is_dataclass, mapping_like
 from paceline.errors import ModelError
 from paceline.torch_private import tree_flatten, tree_unflatten
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, range)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Structure:
     """A value without its tensors: `fill` puts others in their places."""
 
@@ -36,8 +36,11 @@ class Structure:
         return all(map(_equal, self.constants, other.constants))
 
 
-def take_apart(value: Any, what: str) -> tuple[list[torch.Tensor], Structure]:
-    """Returns the tensors of a value, and the rest. `what` it is, for the sentence that refuses."""
+def take_apart(
+    value: Any, what: str, instead: Callable[[Any], Any] | None = None
+) -> tuple[list[torch.Tensor], Structure]:
+    """Returns the tensors of a value, and the rest. `what` it is, for the sentence that refuses what a graph cannot
+    have; or what is to stand there `instead`."""
     leaves, spec = tree_flatten(value)
     tensors: list[torch.Tensor] = []
     constants: list[Any] = []
@@ -49,14 +52,16 @@ def take_apart(value: Any, what: str) -> tuple[list[torch.Tensor], Structure]:
             tensors.append(leaf)
         elif (inside := _inside(leaf)) is not None:
             content, rebuild = inside
-            own, structure = take_apart(content, what)
+            own, structure = take_apart(content, what, instead)
             parts.append(_at(len(tensors), len(own), structure, rebuild))
             tensors += own
             constants += structure.constants
             words += [type(leaf).__qualname__, structure.words]
-        elif isinstance(leaf, _PLAIN) or callable(leaf):
-            parts.append(partial(_constant, leaf))
-            constants.append(leaf)
+        elif (plain := isinstance(leaf, _PLAIN) or callable(leaf)) or instead is not None:
+            constants.append(leaf if plain or instead is None else instead(leaf))
+            parts.append(partial(_constant, constants[-1]))
+        elif isinstance(leaf, (torch.SymFloat, torch.SymInt, torch.SymBool)):
+            raise ModelError(what, "a number that .item() has given", "return the scalar tensor itself")
         else:
             raise ModelError(
                 what, f"it has a {type(leaf).__name__}", "give tensors, numbers, text, dataclasses, lists and dicts"
@@ -79,25 +84,10 @@ def _at(start: int, count: int, structure: Structure, rebuild: Callable[[Any], A
 def _inside(leaf: Any) -> tuple[dict[str, Any], Callable[[dict[str, Any]], Any]] | None:
     """Returns what a value of a class of its own is made of, and how another is made like it; None if that is not
     known."""
-    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-        names = [field.name for field in dataclasses.fields(leaf)]
-
-        def replaced(content: dict[str, Any]) -> Any:
-            made = copy.copy(leaf)
-            for name, value in content.items():
-                object.__setattr__(made, name, value)
-            return made
-
-        return {name: getattr(leaf, name) for name in names if hasattr(leaf, name)}, replaced
+    if is_dataclass(leaf):
+        return dict(fields_of(leaf)), partial(dataclass_like, leaf)
     if isinstance(leaf, Mapping):
-
-        def mapped(content: dict[str, Any]) -> Any:
-            made = copy.copy(leaf)
-            for name, value in content.items():
-                made[name] = value  # type: ignore[index]
-            return made
-
-        return dict(leaf), mapped
+        return dict(leaf), partial(mapping_like, leaf)
     return None
 
 

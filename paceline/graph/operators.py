@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from paceline.graph.whole import WholeCall
 from paceline.torch_private import schema_of
 
 
@@ -24,6 +25,14 @@ def name_of(node: fx.Node) -> str:
     return str(schema.name).rpartition("::")[2]
 
 
+def given(node: fx.Node) -> dict[str, Any]:
+    """Returns the arguments of an operator by the names in its schema, defaults included."""
+    arguments = schema_of(node.target).arguments
+    found = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    found |= {argument.name: value for argument, value in zip(arguments, node.args, strict=False)}
+    return found | dict(node.kwargs)
+
+
 def changed_by(node: fx.Node) -> Iterator[fx.Node]:
     """Yields the operands that an operator changes in place."""
     yield from _aliased(node, writes=True)
@@ -35,6 +44,10 @@ def shared_with(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _aliased(node: fx.Node, *, writes: bool) -> Iterator[fx.Node]:
+    if isinstance(node.target, WholeCall):  # it may change its buffers, and return what it is given
+        buffers = node.args[len(node.args) - node.target.buffers :]
+        yield from (operand for operand in (buffers if writes else node.args) if isinstance(operand, fx.Node))
+        return
     schema = schema_of(node.target)
     if schema is None:  # getitem: one of several results, which may be views
         yield from () if writes else node.all_input_nodes

@@ -20,6 +20,8 @@ from paceline.optim.batchnorm import plain_batchnorm
 from paceline.optim.models import own_state
 from paceline.torch_private import tree_leaves
 
+# What a computation returned, the gradients, and the buffers after it.
+Found = tuple[list[torch.Tensor], list[torch.Tensor | None], list[torch.Tensor]]
 CLOSE = 1e-5  # of a tensor's scale: both sides run the same kernels
 
 
@@ -36,7 +38,7 @@ def _compare(function: Function, model: nn.Module, given: Any, graph: CallGraph,
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     random = torch.get_rng_state()
 
-    def run(compute: Callable[[], Any]) -> tuple[list[torch.Tensor], list[torch.Tensor | None], list[torch.Tensor]]:
+    def run(compute: Callable[[], Any]) -> Found:
         torch.set_rng_state(random)
         with torch.set_grad_enabled(gradients):
             returned = [leaf for leaf in tree_leaves(compute()) if isinstance(leaf, torch.Tensor)]
@@ -52,13 +54,26 @@ def _compare(function: Function, model: nn.Module, given: Any, graph: CallGraph,
 
     try:
         theirs = run(lambda: take_apart(function(model, given), "output")[0])
-        again = run(lambda: take_apart(function(model, given), "output")[0]) if gradients else theirs
         ours = run(lambda: run_whole(graph, model, given))
+        why = _difference(model, theirs, ours)
+        again = theirs if why is None else run(lambda: take_apart(function(model, given), "output")[0])
     finally:
         torch.set_rng_state(random)
         for parameter, grad in zip(model.parameters(), kept, strict=True):
             parameter.grad = grad
-    _raise_if_different(model, theirs, again, ours)
+    if why is not None:
+        changes = _difference(model, theirs, again)
+        raise ModelError(
+            "loss",
+            type(model).__name__,
+            (
+                f"followed operator by operator it gives another {why} than when it is called"
+                if changes is None
+                else f"it gives another {changes} when it is called again with the same batch, so it keeps something"
+            )
+            + "; a cut model cannot have a backward of its own (autograd.Function), state outside of "
+            "parameters and buffers, or numbers that change: use --replicas",
+        )
 
 
 def run_whole(graph: CallGraph, model: nn.Module, given: Any) -> list[Any]:
@@ -71,32 +86,22 @@ def run_whole(graph: CallGraph, model: nn.Module, given: Any) -> list[Any]:
     return list(graph.runs(graph.nodes, takes, gives)(*values))
 
 
-def _raise_if_different(model: nn.Module, theirs: Any, again: Any, ours: Any) -> None:
-    names = [name for name, _ in model.named_parameters()]
-    buffers = [name for name, _ in model.named_buffers()]
-    for one, other, what in (
-        (theirs, again, "it gives another {} when it is called again with the same batch, so it keeps something"),
-        (theirs, ours, "followed operator by operator it gives another {} than when it is called"),
-    ):
-        why = None
-        if not all(map(_close, one[0], other[0])) or len(one[0]) != len(other[0]):
-            why = "loss"
-        elif different := [name for name, a, b in zip(names, one[1], other[1], strict=True) if not _alike(a, b)]:
-            why = f"gradient of {different[0]}"
-        elif different := [name for name, a, b in zip(buffers, one[2], other[2], strict=True) if not _close(a, b)]:
-            why = f"buffer {different[0]}"
-        if why is not None:
-            raise ModelError(
-                "loss",
-                type(model).__name__,
-                what.format(why)
-                + "; a cut model cannot have a backward of its own (autograd.Function), state outside of "
-                "parameters and buffers, or numbers that change: use --replicas",
-            )
+def _difference(model: nn.Module, one: Found, other: Found) -> str | None:
+    """Returns what differs first between two computations, in words."""
+    if len(one[0]) != len(other[0]) or not all(map(_close, one[0], other[0])):
+        return "loss"
+    for (name, _), a, b in zip(model.named_parameters(), one[1], other[1], strict=True):
+        if not _alike(a, b):
+            return f"gradient of {name}"
+    for (name, _), c, d in zip(model.named_buffers(), one[2], other[2], strict=True):
+        if not _close(c, d):
+            return f"buffer {name}"
+    return None
 
 
 def _alike(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     """Returns whether two gradients are the same; none at all is as good as zero."""
+    one, other = (gradient.to_dense() if gradient is not None else None for gradient in (one, other))  # of a table
     if one is None or other is None:
         return (one is None or not bool(one.any())) and (other is None or not bool(other.any()))
     return _close(one, other)

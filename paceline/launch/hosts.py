@@ -15,6 +15,7 @@ from paceline.launch.regular_look import LOOK_EVERY_S
 from paceline.launch.replica import PARENT_VARIABLE
 from paceline.launch.signals import signals_as_bytes
 from paceline.launch.supervisor import END_GRACE_S
+from paceline.watch.target import NOT_REACHED
 
 
 def supervise_hosts(commands: Sequence[Sequence[str]], environment: Mapping[str, str]) -> int:
@@ -53,7 +54,7 @@ def supervise_hosts(commands: Sequence[Sequence[str]], environment: Mapping[str,
                     os.close(key.fd)
                     if code and not exit_code:
                         exit_code = code if code > 0 else 128 - code
-                        if not interrupted:  # who was asked to stop may be saving
+                        if not interrupted and code != NOT_REACHED:  # who was asked to stop may be saving
                             pass_on(signal.SIGQUIT)
                             kill_at = time.monotonic() + 2 * END_GRACE_S
                 if time.monotonic() > kill_at:

@@ -1,4 +1,4 @@
-"""What a supervisor is to start, and what came of it."""
+"""What a supervisor is to start."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import msgspec
 
 from paceline.run_place import PLACE_VARIABLE, Place
 from paceline.watch.events import STALL_S
+from paceline.watch.target import Target
 
 POLICIES = ("continue", "restart", "stop")
 
@@ -30,6 +31,14 @@ class RunJob:
     container: str = ""
     stall_s: float = STALL_S
     module: bool = False  # `script` is a module's name, as with `python -m`
+    until: Target | None = None  # the run stops when it is reached
+    goes_on: bool = False  # no, it does not
+    longest_s: float | None = None  # of training, from the first step on
+
+    @property
+    def stops(self) -> bool:
+        """Whether the run may stop by itself before its script has ended."""
+        return (self.until, self.longest_s, self.place.most_steps) != (None, None, None)
 
     @property
     def command(self) -> list[str]:
@@ -47,17 +56,3 @@ def run_alone(command: Sequence[str], place: Place) -> subprocess.CompletedProce
         text=True,
         check=False,
     )
-
-
-@dataclass(frozen=True)
-class RunOutcome:
-    """How a run ended."""
-
-    exit_code: int
-    steps: int
-    resumed_at: int  # of these steps, those that an earlier run had made
-    seconds: float
-    samples_per_second: float
-    deaths: int
-    restarts: int
-    loss: float | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from paceline.exchange.board import Board
 from paceline.launch.job import RunJob
@@ -11,6 +12,7 @@ from paceline.launch.replica import ReplicaProcess
 from paceline.launch.reporter import Reporter
 from paceline.watch.display import Meter, Progress
 from paceline.watch.events import StallWatch, innermost_frames
+from paceline.watch.found import FoundSoFar
 
 LOOK_EVERY_S = 0.1
 EVENT_EVERY_S = 1.0
@@ -22,6 +24,7 @@ class RegularLook:
 
     def __init__(self, job: RunJob, reporter: Reporter) -> None:
         self._job = job
+        self.found = FoundSoFar(reporter.event, job.until)
         self._reporter = reporter
         self.meter = Meter()
         self.progress = Progress()
@@ -34,7 +37,8 @@ class RegularLook:
         if not rows:
             return
         place = self._job.place
-        self.progress = self.meter.read(board, rows, place.rank, place.strategy.devices)
+        found = tuple((name, found.value) for name, found in self.found.latest.items())
+        self.progress = replace(self.meter.read(board, rows, place.rank, place.strategy.devices), found=found)
         self._reporter.display.show(self.progress)
         now = time.monotonic()
         if self.progress.step and now >= self._next_event_at:

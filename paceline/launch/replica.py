@@ -31,10 +31,12 @@ import msgspec
 
 from paceline.errors import LaunchError, PacelineError
 from paceline.exchange.board import called
+from paceline.findings import Message, MessageReader
 from paceline.launch import limits, script
 from paceline.launch.cores import allowed_cores, share_of_cores
 from paceline.launch.guard import Guard
 from paceline.launch.quick_start import load_compiler_late
+from paceline.launch.resting_collector import rest_while_loading
 from paceline.launch.script import run_script
 from paceline.memory.heap import keep_memory
 from paceline.run_place import PLACE_VARIABLE, Place, find_place
@@ -108,6 +110,10 @@ class ReplicaProcess(RunProcess):
     def __init__(self, command: Sequence[str], place: Place, log: AppendFile, guard: Guard) -> None:
         """`command`: what comes after `python`. The only process of a run may ask its user: it has our stdin."""
         threads = str(len(share_of_cores(place.row, place.rows, allowed_cores())))
+        self.findings, told = os.pipe()  # from it, and what it writes to
+        os.set_blocking(self.findings, False)
+        self._messages, self.told_all = MessageReader(), False
+        place = msgspec.structs.replace(place, findings=told)
         environment = {
             PLACE_VARIABLE: msgspec.json.encode(place).decode(),
             "OMP_NUM_THREADS": threads,
@@ -119,6 +125,7 @@ class ReplicaProcess(RunProcess):
         self.rank = place.rank
         self.started_at = time.monotonic()
         self._log = log
+        self._unfinished = {True: b"", False: b""}  # lines, of stderr and of stdout, that are not in the log yet
         self._tail = b""
         with starting(called(self.rank, place.strategy.devices)):
             super().__init__(
@@ -129,13 +136,23 @@ class ReplicaProcess(RunProcess):
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
-                pass_fds=() if place.board is None else (place.board,),
+                pass_fds=(told,) if place.board is None else (told, place.board),
             )
         streams = [stream for stream in (self._process.stdout, self._process.stderr) if stream is not None]
         self._streams = streams
         self.stdout, self.stderr = (stream.fileno() for stream in streams)
+        os.close(told)
         for stream in streams:
             os.set_blocking(stream.fileno(), False)
+
+    def read_findings(self) -> list[Message]:
+        """What it has told since the last look."""
+        messages: list[Message] = []
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self.findings, _CHUNK_BYTES):
+                messages += self._messages.read(data)
+            self.told_all = True
+        return messages
 
     @property
     def last_errors(self) -> str:
@@ -148,10 +165,22 @@ class ReplicaProcess(RunProcess):
             data = os.read(descriptor, _CHUNK_BYTES)
         except BlockingIOError:
             return b""
-        self._log.write(data)
+        self._write_lines(data, error=descriptor == self.stderr)
         if descriptor == self.stderr:
             self._tail = (self._tail + data)[-_TAIL_BYTES:]
         return data or None
+
+    def _write_lines(self, data: bytes, *, error: bool) -> None:
+        """Write whole lines into the log, in which the other stream and the replica itself write as well.
+
+        What has no end yet waits for it, unless it is very long, or nothing comes any more.
+        """
+        text = self._unfinished[error] + data
+        end = text.rfind(b"\n") + 1
+        if not data or len(text) - end > _CHUNK_BYTES:
+            end = len(text)
+        self._log.write(text[:end])
+        self._unfinished[error] = text[end:]
 
     def ask_for_stack(self) -> int | None:
         """Have it write its stack into its log; from which byte on. None if it is not set up to."""
@@ -175,6 +204,9 @@ class ReplicaProcess(RunProcess):
         code = super().reap()
         for stream in self._streams:
             stream.close()
+        os.close(self.findings)
+        for error in self._unfinished:
+            self._write_lines(b"", error=error)
         self._log.close()
         return code
 
@@ -197,6 +229,7 @@ def main() -> None:
     log = _open_log(place)
     _prepare(place, log)
     load_compiler_late()
+    rest_while_loading()
     try:
         run_script(place)
     except SystemExit:
@@ -233,8 +266,9 @@ def _prepare(place: Place, log: io.TextIOBase) -> None:
     faulthandler.enable(file=log)
     faulthandler.register(signal.SIGUSR1, file=log)
     os.sched_setaffinity(0, share_of_cores(place.row, place.rows, allowed_cores()))
-    if place.board is not None:
-        os.set_inheritable(place.board, False)
+    for descriptor in (place.board, place.findings):
+        if descriptor is not None:
+            os.set_inheritable(descriptor, False)
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=True)  # into a pipe, yet somebody is looking
 

@@ -1,7 +1,7 @@
 """A user's script, run as `python train.py …` would run it, inside a process that had something to do first.
 
-`python -m paceline.launch.script train.py …` is the one process that `paceline verify` compares a strategy with. A
-replica does more around it (`replica.py`).
+`python -m paceline.launch.script train.py …` is the one process that `paceline verify` compares a strategy with: plain
+torch, which starts in half the time (`quick_start.py`). A replica does more around it (`replica.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType
 
 from paceline.launch.on_import import when_imported
+from paceline.launch.quick_start import load_compiler_late
+from paceline.launch.resting_collector import rest_while_loading
 from paceline.run_place import Place, find_place
 
 
@@ -43,4 +45,6 @@ def _run_as_main(script: str) -> None:
 
 
 if __name__ == "__main__":
+    load_compiler_late()
+    rest_while_loading()
     run_script(find_place())

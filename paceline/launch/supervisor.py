@@ -18,6 +18,7 @@ times a second there is a look at the board. Everything that was started is gone
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import selectors
 import signal
@@ -28,11 +29,13 @@ from typing import cast
 
 import msgspec
 
-from paceline.exchange.board import Board, HostWord, Phase, Word
+from paceline.exchange.board import Board
+from paceline.exchange.words import HostWord, Phase, Word
 from paceline.launch import limits
 from paceline.launch.cores import allowed_cores
 from paceline.launch.guard import Guard
-from paceline.launch.job import RunJob, RunOutcome
+from paceline.launch.job import RunJob
+from paceline.launch.outcome import RunOutcome, link_bytes, outcome_of
 from paceline.launch.regular_look import LOOK_EVERY_S, RegularLook
 from paceline.launch.replica import ReplicaProcess
 from paceline.launch.reporter import Reporter, at, below, signal_name
@@ -71,13 +74,14 @@ class Supervisor:
         self._joining: set[int] = set()  # started again, not yet admitted
         self._exit_code: int | None = None  # known once the run is ending
         self._stop_requested = False
+        self._stopped_by: str | None = None
         self._kill_at: float | None = None
         self._last_signal = 0
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> RunOutcome:
         """Start everything and return when all of it has ended."""
-        began = time.monotonic()
+        began, sent = time.monotonic(), link_bytes()
         with contextlib.closing(Guard()) as self._guard, signals_as_bytes() as self._signals:
             self._selector.register(self._signals, selectors.EVENT_READ, self._on_signal)
             try:
@@ -94,16 +98,14 @@ class Supervisor:
                 if self._servers is not None:
                     self._servers.close(forget=self._final_exit_code() == 0)
                 self._selector.close()
-        progress = self._look_at.progress
-        outcome = RunOutcome(
-            exit_code=self._final_exit_code(),
-            steps=progress.step,
-            resumed_at=progress.resumed_at,
-            seconds=round(time.monotonic() - began, 3),
-            samples_per_second=round(self._look_at.meter.overall_samples_per_s, 1),
-            deaths=self._restarts.deaths,
-            restarts=self._restarts.made,
-            loss=progress.loss,
+        outcome = outcome_of(
+            self._job,
+            self._look_at,
+            self._restarts,
+            self._final_exit_code(),
+            time.monotonic() - began,
+            self._stopped_by,
+            sent,
         )
         rows = self._job.place.rows
         used = any(self._board.get(row, Word.PID) for row in range(rows))
@@ -174,6 +176,7 @@ class Supervisor:
         self._selector.register(replica.pidfd, selectors.EVENT_READ, partial(self._on_end, replica))
         for descriptor in (replica.stdout, replica.stderr):
             self._selector.register(descriptor, selectors.EVENT_READ, partial(self._on_output, replica, descriptor))
+        self._selector.register(replica.findings, selectors.EVENT_READ, partial(self._on_findings, replica))
         self._event("restarted" if again else "started", replica=replica.rank, pid=replica.pid)
 
     def _on_output(self, replica: ReplicaProcess, descriptor: int) -> None:
@@ -192,7 +195,19 @@ class Supervisor:
             self._reporter.pass_on(replica.row, data, error=descriptor == replica.stderr)
         return bool(data)
 
+    def _on_findings(self, replica: ReplicaProcess) -> None:
+        self._follow_chief()
+        self._take_findings(replica)
+        if replica.told_all:
+            self._selector.unregister(replica.findings)
+        self._look_for_a_stop()
+
+    def _take_findings(self, replica: ReplicaProcess) -> None:
+        for message in replica.read_findings() if self._living.get(replica.row) is replica else ():
+            self._look_at.found.take(replica.row, message, self._reporter.shown)
+
     def _drain(self, replica: ReplicaProcess) -> None:
+        self._take_findings(replica)
         for descriptor in (replica.stdout, replica.stderr):
             for _ in range(MOST_DRAINED_CHUNKS):
                 if not self._pass_on(replica, descriptor):
@@ -202,7 +217,8 @@ class Supervisor:
         """Show the replica whose `trainer.chief` is true: the first of those who take part.
 
         One that was started again is chief from the first op on that it begins as a member; what the one before it
-        had to say as chief it has printed before that. Of one that has finished, nobody repeats the last words.
+        had to say as chief it has printed before it begins that op itself. Of one that has finished, nobody repeats the
+        last words.
         """
         shown, board = self._reporter.shown, self._board
         members = [row for row in self._living if board.alive(row)]
@@ -210,8 +226,11 @@ class Supervisor:
         if shown is None or first is None or (first >= shown and shown in {*self._living, *self._finished}):
             return
         if shown in self._living:
+            if board.alive(shown) and board.get(shown, Word.OP) < board.get(first, Word.ADMIT_AT):
+                return
             self._drain(self._living[shown])
         self._reporter.show_another(first)
+        self._look_at.found.hear(first)
 
     def _on_end(self, replica: ReplicaProcess) -> None:
         row = replica.row
@@ -222,6 +241,8 @@ class Supervisor:
         code = self._drop(replica)
         if took_part and code in (0, INTERRUPTED):
             self._finished.add(row)
+        if code == INTERRUPTED and self._job.stops and self._exit_code is None:  # a replica counts its steps itself
+            self._stop(0, by="most-steps" if step >= (self._place.most_steps or math.inf) else "another host")
         if code < 0 and not self._folder.has_failure(replica.rank):  # torch may crash on the way out of a failure
             self._on_death(replica, -code, step)
         elif code != 0 and not (self._stop_requested and code == INTERRUPTED):
@@ -234,7 +255,7 @@ class Supervisor:
         """End a replica and everything it spawned, read the last of its output, declare it ended."""
         replica.send(signal.SIGKILL)
         self._drain(replica)
-        for descriptor in (replica.pidfd, replica.stdout, replica.stderr):
+        for descriptor in (replica.pidfd, replica.stdout, replica.stderr, replica.findings):
             with contextlib.suppress(KeyError):
                 self._selector.unregister(descriptor)
         code = replica.reap()
@@ -343,14 +364,29 @@ class Supervisor:
                 self._kill_at = time.monotonic()
                 self._due.clear()
                 continue
-            self._exit_code = INTERRUPTED
-            self._stop_requested = True
-            self._due.clear()
-            self._kill_at = time.monotonic() + STOP_GRACE_S
-            self._board.host_set(HostWord.STOP_REQUESTED, 1)
-            self._event("stopped", signal=signal_name(number), step=self._look_at.progress.step)
+            self._stop(INTERRUPTED, signal=signal_name(number))
             if self._job.shown:
                 self._say("stopping after this step; Ctrl-C again ends at once")
+
+    def _stop(self, exit_code: int, **why: str) -> None:
+        """Ask all replicas to end after the step they are at; they may save first."""
+        self._exit_code = exit_code
+        self._stop_requested = True
+        self._stopped_by = next(iter(why.values()))
+        self._due.clear()
+        self._kill_at = time.monotonic() + STOP_GRACE_S
+        self._board.host_set(HostWord.STOP_REQUESTED, 1)
+        self._event("stopped", **why, step=self._look_at.progress.step)
+
+    def _look_for_a_stop(self) -> None:
+        """Whether the run has done enough."""
+        job, found = self._job, self._look_at.found
+        if self._exit_code is not None or not self._living or found.began_at is None:
+            return
+        if found.target_seen is not None and found.target_seen.reached is not None and not job.goes_on:
+            self._stop(0, by="until")
+        elif time.monotonic() - found.began_at >= (job.longest_s or math.inf):
+            self._stop(0, by="longest")
 
     # ── the regular look ─────────────────────────────────────────────────────────────────────────────────
 
@@ -363,6 +399,7 @@ class Supervisor:
             del self._due[row]
             self._start(row)
         self._look_at_progress()
+        self._look_for_a_stop()
         self._follow_chief()
         self._guard.reap_adopted()
         for row in [row for row in self._joining if self._board.alive(row)]:

@@ -21,6 +21,7 @@ from paceline.data.feed import Feed, Request
 from paceline.data.ledger import Ledger
 from paceline.data.script_call import ScriptCall
 from paceline.evaluations import EvaluationKey
+from paceline.findings import ServersAccount
 from paceline.loop.run_state import RunState, StateByName
 from paceline.loop.script_position import ScriptPosition
 from paceline.loss_value import LossPart, Weight
@@ -159,6 +160,9 @@ class ServersControl(Protocol):
     def staleness(self) -> dict[int, int]:
         """How many gradients had which staleness."""
 
+    def account(self) -> ServersAccount:
+        """Returns the same, and how many gradients were thrown away."""
+
 
 class Engine(Protocol):
     """Makes steps, adds up evaluations, and knows the training state as whole tensors."""
@@ -197,6 +201,13 @@ class Engine(Protocol):
 
     def compute(self, function: Function, given: Any) -> Any:
         """Returns `function(model, given)`; all devices of a cut model compute it together."""
+
+    def meet_devices(self) -> None:
+        """Returns when all devices of a cut model are about to `compute`; raises if one does something else instead."""
+
+    def whole_model(self) -> AbstractContextManager[nn.Module]:
+        """Gives the script's model, whole and with the parameters as they are now, to this process alone: nobody else
+        has to call it, and nobody changes the model inside."""
 
     def join(self) -> RunState:
         """Takes part in the run in progress; returns its state at its last step."""

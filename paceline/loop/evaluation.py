@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +18,8 @@ from paceline.loop.returned_loss import LOSS, read_number
 from paceline.loss_value import MeanPart, words
 
 Metric = Callable[[nn.Module, Any], Any]
+CHECKS = 5  # numbers in front of the sums, by which is seen whether all have measured the same
+AS_MANY_AS = 32  # numbers are added up at least, so that those of different metrics are equally many
 
 
 class Evaluation:
@@ -38,8 +41,8 @@ class Evaluation:
         self._counted: list[bool] = []  # by name: whether the metric counts itself what it is a mean over
 
     def over(self, samples: range) -> torch.Tensor:
-        """Returns the sums of the metric's values over these samples, batch by batch; and then the counts of those that
-        have one."""
+        """Returns the sums of the metric's values over these samples, batch by batch, and then the counts of those that
+        have one; before them some numbers that tell whether all replicas have measured the same."""
         sums: list[float] = []
         counts: list[float] = []
         # One with no samples at all still has to know how many numbers the metric gives.
@@ -59,24 +62,48 @@ class Evaluation:
                 elif samples:
                     sums[index] += number
                     counts[index] += count
-        of_counted = [count for count, counted in zip(counts, self._counted, strict=True) if counted]
-        return torch.tensor([*sums, *of_counted], dtype=torch.float64)
+        return self._summed([*sums, *(count for count, counted in zip(counts, self._counted, strict=True) if counted)])
+
+    def _summed(self, numbers: list[float]) -> torch.Tensor:
+        """Returns these numbers as they are added up: behind some that tell whether all have measured the same."""
+        check = [1.0, *(value for half in self._checks() for value in (half, half * half))]
+        room = AS_MANY_AS - len(check) - len(numbers)  # of another metric there may be more
+        return torch.tensor([*check, *numbers, *[0.0] * room], dtype=torch.float64)
+
+    def _checks(self) -> tuple[int, int]:
+        """Returns a hash of what the metric returns, in two parts that are small enough for sums of their squares."""
+        hashed = zlib.crc32(self._returns().encode())
+        return hashed >> 16, hashed & 0xFFFF
+
+    def _returns(self) -> str:
+        """Returns what the metric returns, in words."""
+        kinds = (
+            f"{'a number' if name is None else name}{' as (sum, count)' * counted}"
+            for name, counted in zip(self._names, self._counted, strict=True)
+        )
+        return ", ".join(kinds)
 
     def result(self, key: EvaluationKey, sums: torch.Tensor) -> EvaluationResult:
         """Returns what is written down of it."""
         if not self._names:  # others have measured all of it
             self.over(range(0))
+        parts, *checks = sums[:CHECKS].tolist()
+        if checks != [parts * value for half in self._checks() for value in (half, half * half)]:
+            expected = (
+                "that is what it returns here, and on another replica it returns something else; give all the same"
+            )
+            raise LossError("metric", self._returns(), expected)
         names = [] if self._names == [None] else list(map(str, self._names))
         counted = [index for index, counts in enumerate(self._counted) if counts]
-        return EvaluationResult(key, sums[: len(self._names) + len(counted)].tolist(), names, counted)
+        return EvaluationResult(key, sums.tolist(), names, counted)
 
     def value(self, result: EvaluationResult) -> Any:
         """Returns what the user gets: the mean over all samples, or over what the metric counts."""
-        size = len(result.sums) - len(result.counted)
-        counts = dict(zip(result.counted, result.sums[size:], strict=True))
+        size, sums = max(1, len(result.names or ())), result.sums[CHECKS:]
+        counts = dict(zip(result.counted, sums[size : size + len(result.counted)], strict=True))
         means = [
             MeanPart(total, counts[index]).mean if index in counts else total / self.length
-            for index, total in enumerate(result.sums[:size])
+            for index, total in enumerate(sums[:size])
         ]
         return dict(zip(result.names, means, strict=True)) if result.names else means[0]
 
@@ -104,14 +131,15 @@ class _InHand(Evaluation):
             if part:
                 value, count = read_number("loss", self._compute(self._metric, self._load(range(number, number + 1))))
                 total += MeanPart(value * len(part), len(part)) if count is None else MeanPart(value, count)
-        return torch.tensor([total.total, total.count], dtype=torch.float64)
+        assert total.count is not None
+        return self._summed([total.total, total.count])
 
 
 def evaluation_of(
     loss: Metric, compute: Callable[[Metric, Any], Any], batch: Batch, chapter: Chapter, call: ScriptCall
 ) -> Evaluation:
     """Returns how the loss is computed once more over all samples of a batch, by whoever computes which."""
-    feed, ledger, work = chapter.feed, chapter.ledger, batch.work
+    feed, work = chapter.feed, batch.work
 
     def alone(model: nn.Module, micro_batch: Any) -> Any:
         returned = loss(model, micro_batch)
@@ -119,12 +147,19 @@ def evaluation_of(
 
     if feed.length is None:  # a stream has forgotten them: each replica has its part in hand
         return _InHand(alone, compute, batch, msgspec.structs.replace(call, length=work.whole))
+    load, whole = batch_loader(batch, chapter)
+    return Evaluation(
+        alone, compute, load, msgspec.structs.replace(call, length=whole), -(-whole // chapter.accumulate)
+    )
+
+
+def batch_loader(batch: Batch, chapter: Chapter) -> tuple[Callable[[range], Any], int]:
+    """Returns what loads samples of a batch, whoever has trained on them, and how many it has."""
+    feed, ledger, work = chapter.feed, chapter.ledger, batch.work
+    assert feed.length is not None
     start = work.first - work.first % ledger.batch_size  # with servers a replica knows only which part was its own
-    whole = min(ledger.batch_size, feed.length - start)
 
     def load(part: range) -> Any:
         return feed.load(ledger, work.epoch, range(start + part.start, start + part.stop))
 
-    return Evaluation(
-        alone, compute, load, msgspec.structs.replace(call, length=whole), -(-whole // chapter.accumulate)
-    )
+    return load, min(ledger.batch_size, feed.length - start)

@@ -8,11 +8,13 @@ tries the step again, and `ReplicaBatch.compute` is given another share.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from paceline.data.feed import Request
 from paceline.data.ledger import Lease, Ledger
@@ -94,6 +96,7 @@ class LedgerSamples:
 class LockstepEngine:
     """What engines have in common whose replicas all take the same steps."""
 
+    model: nn.Module
     in_step = True
     at_once = 1
     joining = False
@@ -125,6 +128,14 @@ class LockstepEngine:
 
     def prepare(self, function: Function, given: Any) -> None:
         """The model is not cut."""
+
+    def meet_devices(self) -> None:
+        """There are no others."""
+
+    @contextmanager
+    def whole_model(self) -> Iterator[nn.Module]:
+        # It is whole in every process, and the next step waits for all of them.
+        yield self.model
 
     def join(self) -> RunState:
         raise AssertionError("nobody is here to join")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -38,6 +39,7 @@ class Passes:
 
     loss: Loss
     accumulate: int
+    slow: Mapping[int, float] = dataclasses.field(default_factory=dict)  # by replica: `--slow`
     _counted: bool | None = dataclasses.field(default=None, init=False)  # whether the loss is (sum, count), once known
 
     def run(self, worker: Worker, work: ReplicaWork, micro_batches: Sequence[Any]) -> LossPart:
@@ -48,6 +50,7 @@ class Passes:
         total, unit = NOTHING, SumUnit(work.samples, work.whole, work.unit)
         if not worker.model.training:  # else every module keeps its mode: some may be frozen
             worker.model.train()
+        began = time.monotonic()
         outside = torch.get_rng_state() if work.seed is not None else None
         if work.seed is not None:
             _seed(work.seed)
@@ -59,6 +62,9 @@ class Passes:
         finally:
             if outside is not None:
                 torch.set_rng_state(outside)
+        if worker.replica in self.slow:
+            # A straggler that was asked for. It sleeps: on a slow machine of its own it would not use our cores either.
+            time.sleep((time.monotonic() - began) * (self.slow[worker.replica] - 1.0))
         return total
 
     def _check(self, returned: Any, where: str) -> FoundLoss:

@@ -38,6 +38,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     chapter: Count = 0
     ledger: LedgerState | None = None  # of the chapter in progress
     results: list[EvaluationResult] = []
+    logs: Count = 0  # calls of `trainer.log` where the run stands, between two loops
     options: list[dict[str, Any]] = []  # of the optimizer's groups
     schedule: dict[str, Any] | None = None
     numbers: dict[str, dict[str, Any]] = {}  # what an optimizer keeps besides tensors, by parameter

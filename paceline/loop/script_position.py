@@ -73,10 +73,7 @@ class ScriptPosition:
     def next_evaluation(self, *, in_step: bool) -> EvaluationKey:
         """Returns the key of the evaluation that comes now: where it stands, so that a resumed script finds its result
         again. Replicas that are not `in_step` have only the script's place in common."""
-        if not in_step or self.ledger is None or self.script_is_behind:
-            where = (max(self.chapter, 0), self._epochs, 0)
-        else:
-            where = (self.chapter, self.ledger.epoch, self.ledger.position)
+        where = self.place(in_step=in_step)
         last = self._last_evaluation
         same = last is not None and (last.chapter, last.epoch, last.position) == where
         self._last_evaluation = EvaluationKey(*where, number=last.number + 1 if same and last is not None else 0)
@@ -86,7 +83,17 @@ class ScriptPosition:
         """Returns the result of an evaluation that lies behind, if it is known."""
         if not self.script_is_behind:
             return None
+        return self.result(key)
+
+    def result(self, key: EvaluationKey) -> EvaluationResult | None:
+        """Returns what came of that evaluation, if this run or an earlier one has made it."""
         return next((result for result in self.results if result.key == key), None)
+
+    def place(self, *, in_step: bool) -> tuple[int, int, int]:
+        """Returns where the script stands, as replicas that are `in_step` or not have it in common."""
+        if not in_step or self.ledger is None or self.script_is_behind:
+            return max(self.chapter, 0), self._epochs, 0
+        return self.chapter, self.ledger.epoch, self.ledger.position
 
     # ── the run's state ──────────────────────────────────────────────────────────────────────────────────
 

@@ -24,8 +24,8 @@ class Solo(LockstepEngine):
     in_charge = True
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, clip_norm: float | None) -> None:
+        self.model = model
         self._worker = PlainWorker(model)
-        self._model = model
         self._optimizer = optimizer
         self._clip_norm = clip_norm
 
@@ -55,13 +55,13 @@ class Solo(LockstepEngine):
                 parameter.grad.mul_(weight)
 
     def compute(self, function: Function, given: Any) -> Any:
-        return function(self._model, given)
+        return function(self.model, given)
 
     def once(self, number: int, act: Callable[[], None]) -> None:
         act()
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        names = parameter_names(self._model)
+        names = parameter_names(self.model)
         found = {names[p]: p.grad for p in self._trained() if p.grad is not None}
         return {name: grad.to_dense() if grad.is_sparse else grad.clone() for name, grad in found.items()}
 
@@ -69,7 +69,7 @@ class Solo(LockstepEngine):
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def optimizer_state(self) -> StateByName:
-        names = parameter_names(self._model)
+        names = parameter_names(self.model)
         return {
             names[p]: {key: value for key, value in state.items() if value is not None}
             for p, state in self._optimizer.state.items()
@@ -77,11 +77,11 @@ class Solo(LockstepEngine):
         }
 
     def model_state(self) -> dict[str, torch.Tensor]:
-        return own_state(self._model).state_dict()
+        return own_state(self.model).state_dict()
 
     def take_state(self, model: dict[str, torch.Tensor], optimizer: StateByName, state: RunState) -> None:
-        own_state(self._model).load_state_dict(model)
-        by_name = {name: p for p, name in parameter_names(self._model).items()}
+        own_state(self.model).load_state_dict(model)
+        by_name = {name: p for p, name in parameter_names(self.model).items()}
         self._optimizer.state.clear()
         for name, held in optimizer.items():
             self._optimizer.state[by_name[name]] = dict(held)

@@ -12,7 +12,9 @@ what was recorded, `save` does nothing.
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,14 +35,17 @@ from paceline.exchange.board import called
 from paceline.loop import run_state
 from paceline.loop.batch import DrawnBatch, ReplicaBatch
 from paceline.loop.engine import Chapter, Engine, Samples
-from paceline.loop.evaluation import Evaluation, evaluation_of
+from paceline.loop.evaluation import Evaluation, batch_loader, evaluation_of
 from paceline.loop.passes import Passes
 from paceline.loop.recorder import open_recorder
+from paceline.loop.returned_loss import read_loss
 from paceline.loop.run_state import RunState, Schedule
 from paceline.loop.script_position import ScriptPosition
+from paceline.loop.step_clock import StepClock
+from paceline.loop.telling import Telling, by_name
 from paceline.optim.models import evaluating
 from paceline.run_place import INTERRUPTED, Place
-from paceline.split.cut import call_model
+from paceline.split.cut import call_model, first_call
 from paceline.split.layout.show import tell_dims
 from paceline.verify.precision import AsItIs
 
@@ -70,9 +75,12 @@ class TrainingLoop:
         self._precision = training.precision
         self._recorder = open_recorder(self._place, engine, training.precision, training.optimizer)
         self._position = ScriptPosition()
+        self._telling = Telling(training.place)
+        self._clock = StepClock(self._place.run_folder, self._place.rank)
         self._chapter: Chapter | None = None  # in hand
         self._samples: Samples | None = None  # of that chapter
         self._drawn: DrawnBatch | None = None
+        self._in_loop = False  # the script is between two batches
         self._call: ScriptCall | None = None  # the last of `batches`
         self._call_of_others: ScriptCall | None = None  # the same, when this process joined them
         self._saves = 0  # that the script has asked for
@@ -96,6 +104,7 @@ class TrainingLoop:
         turned = self._position.turn_to(asked, epochs)
         if turned is None:
             return
+        self._clock.pause()
         self._go_on_with_random_numbers()
         ledger, stop_epoch = turned
         position, accumulate = self._position, self._passes.accumulate
@@ -106,7 +115,7 @@ class TrainingLoop:
         ahead = Ahead(feed, ledger, depth=prefetch * self.engine.at_once)
         try:
             while (drawn := self._draw(chapter, samples, ahead)) is not None:
-                self._drawn = drawn
+                self._drawn, self._in_loop = drawn, True
                 yield drawn.given
                 if self._drawn is not None:
                     raise PacelineError(
@@ -114,9 +123,11 @@ class TrainingLoop:
                         "batch to trainer.step, or end the loop"
                     )
         finally:
+            self._in_loop = False
             ahead.close()
             samples.close()
         self._schedule.catch_up(self.steps)
+        self._tell_of_servers()
         if samples.stopped:
             self._stop()
 
@@ -145,7 +156,7 @@ class TrainingLoop:
         """Returns what can be said of any such call."""
         place = self._place
         who = called(place.rank, place.strategy.devices)
-        return ScriptCall(who=who, name=name, length=feed.length, dataset=feed.description)
+        return ScriptCall(who=who, name=name, length=feed.length, dataset=feed.description())
 
     def _draw(self, chapter: Chapter, samples: Samples, ahead: Ahead) -> DrawnBatch | None:
         works = samples.next()
@@ -162,22 +173,38 @@ class TrainingLoop:
         if drawn is None or samples is None or chapter is None:
             raise PacelineError("trainer.step was given a batch that trainer.batches did not yield just now")
         drawn.take(batch)
-        self._prepare(drawn.batches[0].micro_batches[0])
+        self._prepare(drawn.batches[0].micro_batches[0], drawn, chapter)
+        began_at = time.monotonic()
         closed = self.engine.step(drawn.batches)
+        self._telling.began(began_at)
         samples.commit(closed)
         self._drawn, self.logged = None, dict(closed.logged)
+        self._clock.step_ended()
         self._schedule.catch_up(self.steps)
-        self._recorder.step_closed(closed.loss, lambda: self._loss_in_eval_mode(drawn, chapter))
-        if closed.stop:
+        self._recorder.step_closed(
+            closed,
+            lambda: self._loss_in_eval_mode(drawn, chapter),
+            lambda: self._answers_in_eval_mode(drawn, chapter),
+        )
+        if closed.stop or self.steps >= (self._place.most_steps or math.inf):
             self._stop()
         return closed.loss
 
-    def _prepare(self, batch: Any) -> None:
+    def _prepare(self, batch: Any, drawn: DrawnBatch, chapter: Chapter) -> None:
         """A model is cut when it is known what will be computed."""
         if not self._model.training:
             self._model.train()
         if self._place.dims_to is not None:
             tell_dims(self._passes.loss, self._model, batch, self._place.dims, Path(self._place.dims_to))
+            raise SystemExit(0)
+        if (request := self._place.profiling) is not None:
+            from paceline.profile.profiler import Profiler, tell_profile
+            from paceline.profile.step_times import StepWork
+
+            work = StepWork(self._passes.loss, self._model, batch, lambda returned: read_loss(returned, "in a profile"))
+            profiler = Profiler(work, self._optimizer, request, self._place.dims, self._passes.accumulate)
+            steps = chapter.expected_steps if chapter.feed.length is not None else None
+            tell_profile(profiler, chapter.feed, chapter.ledger, drawn.batches[0].work.epoch, steps, Path(request.path))
             raise SystemExit(0)
         self.engine.prepare(self._passes.loss, batch)
 
@@ -189,10 +216,28 @@ class TrainingLoop:
 
     # ── evaluation ───────────────────────────────────────────────────────────────────────────────────────
 
-    def evaluate(self, evaluation: Evaluation) -> Any:
-        value = self._evaluate(evaluation)
+    def evaluate(self, evaluation: Evaluation, name: str | None) -> Any:
+        """`name`: under which it is told."""
+        self._clock.pause()
+        value = self._evaluate(evaluation, name)
         self._recorder.evaluated(value)
         return value
+
+    def log(self, values: dict[str, float]) -> None:
+        """Tells numbers of the script's own. One that is started again passes over those that lie behind."""
+        engine, position = self.engine, self._position
+        self._telling.logged(
+            position.place(in_step=engine.in_step),
+            values,
+            self.steps,
+            in_loop=self._in_loop,
+            in_step=engine.in_step,
+            behind=engine.joining or position.script_is_behind,
+        )
+
+    def _tell_of_servers(self) -> None:
+        if self._telling.listened_to and self.engine.in_charge and (servers := self.engine.servers) is not None:
+            self._telling.account(servers.account())
 
     def _loss_in_eval_mode(self, drawn: DrawnBatch, chapter: Chapter) -> float:
         """Returns the mean loss over a batch that was trained on, computed as `evaluate` computes a metric."""
@@ -204,10 +249,24 @@ class TrainingLoop:
             )
         return float(value)
 
-    def _evaluate(self, evaluation: Evaluation) -> Any:
+    def _answers_in_eval_mode(self, drawn: DrawnBatch, chapter: Chapter) -> dict[str, Any]:
+        """Returns what the model answers if it is called as the loss calls it, on a pass of a batch that was trained
+        on: to the one in charge alone, and to all devices of a replica together. Right after the loss in eval mode."""
+        if chapter.feed.length is None:  # a stream has forgotten the batch
+            return {}
+        load, whole = batch_loader(drawn.batches[0], chapter)
+        call = first_call(self._passes.loss, self._model, load(range(-(-whole // chapter.accumulate))))
+        with evaluating(self._model), torch.no_grad():
+            answers = {"together": self.engine.compute(call_model, call)}
+        if self.engine.in_charge:
+            with self.engine.whole_model() as model, evaluating(model), torch.no_grad():
+                answers["alone"] = call_model(model, call)
+        return answers
+
+    def _evaluate(self, evaluation: Evaluation, name: str | None = None) -> Any:
         self._join_if_restarted()
         key = self._position.next_evaluation(in_step=self.engine.in_step)
-        result = self._position.recorded(key)
+        result, told = self._position.recorded(key), self._position.result(key) is not None
         if result is None or result.names is None:
             if result is not None:
                 sums = torch.tensor(result.sums)
@@ -215,11 +274,26 @@ class TrainingLoop:
                 sums = self.engine.total(key, evaluation.script_call, evaluation.over)
             result = evaluation.result(key, sums)
             self._position.results.append(result)
-        return evaluation.value(result)
+        value = evaluation.value(result)
+        if name is not None and not told:
+            self._telling.evaluated(key, by_name(name, value), self.steps)
+            self._tell_of_servers()
+        return value
+
+    def predict_alone(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns what this method of the whole model answers, to this process alone."""
+        self._join_if_restarted()
+        self.engine.rest()
+        args, kwargs = self._precision.convert((args, kwargs))
+        with self.engine.whole_model() as model, evaluating(model), torch.no_grad(), self._precision.watching():
+            answer = getattr(model, method)(*args, **kwargs)
+        self._recorder.predicted(answer)
+        return answer
 
     def predict(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the model's answer; all devices of a cut model ask together."""
         self._join_if_restarted()
+        self.engine.meet_devices()
         args, kwargs = self._precision.convert((args, kwargs))
         with self._precision.watching():
             answer = self.engine.compute(call_model, (args, kwargs))
@@ -230,6 +304,7 @@ class TrainingLoop:
 
     def save(self, path: str | os.PathLike[str], keep: int = 2) -> None:
         self._join_if_restarted()
+        self._clock.pause()
         self._saves += 1
         if not self._position.script_is_behind:
             self.engine.rest()
@@ -267,6 +342,7 @@ class TrainingLoop:
     def _state(self) -> RunState:
         return RunState(
             **self._position.progress(),
+            logs=self._telling.calls_at(self._position.place(in_step=self.engine.in_step)),
             options=run_state.group_options(self._optimizer),
             schedule=self._schedule.state(),
             replicas=self._place.strategy.replicas,
@@ -277,6 +353,8 @@ class TrainingLoop:
         run_state.restore_options(self._optimizer, state.options)
         self._schedule.load(state.schedule, state.step)
         self._position.resume(state)
+        if state.ledger is not None:
+            self._telling.resume((state.chapter, state.ledger.epoch, state.ledger.position), state.logs)
 
     def _state_for_joining(self) -> RunState:
         """The same in the middle of a step, before it is counted."""

@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
 from paceline.errors import Stalled
-from paceline.exchange.board import OVER_SAMPLES, Kind, Members, Phase, Word
-from paceline.exchange.links import Links
+from paceline.exchange.board import Members
+from paceline.exchange.links import LOOK_EVERY, Links
+from paceline.exchange.other_hosts import OtherHosts
 from paceline.exchange.together import Together
+from paceline.exchange.words import OVER_SAMPLES, Kind, Phase, Word
 from paceline.loop.lockstep import BatchShare
 from paceline.memory.layout import Slot
 from paceline.memory.model_arena import ModelArena
@@ -30,6 +32,7 @@ from paceline.mirrored.step_parts import DecidedStep, StepPart
 BUCKET_BYTES = 8 << 20
 _BUCKET_BITS = 16
 _LOOK_EVERY_S = 0.0003
+_LOOK_AT_HOSTS_EVERY_S = LOOK_EVERY.total_seconds()
 
 
 class OneHost(StepPart):
@@ -51,6 +54,13 @@ class OneHost(StepPart):
         """Returns the sum over all hosts of a few numbers."""
         return values
 
+    def sum_in_call(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the same in what is no step."""
+        return values
+
+    def begin_call(self, kind: Kind) -> None:
+        """Returns when all hosts have begun a call of this kind, which is no step."""
+
     def meet(self) -> None:
         """Returns when what this host's owners have sent is back, summed over all hosts."""
 
@@ -70,7 +80,7 @@ class BetweenHosts(OneHost):
         self.bucket_bytes = BUCKET_BYTES * together.board.replicas
         self.landed = self._landed_slot
         self._together = together
-        self._links = links
+        self._links, self._others = links, OtherHosts(together, links)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="paceline-hosts")
         self._sending: Future[None] | None = None
         self._op = 0
@@ -87,6 +97,12 @@ class BetweenHosts(OneHost):
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         return self._links.sum(values)
+
+    def sum_in_call(self, values: torch.Tensor) -> torch.Tensor:
+        return self._links.sum_in_call(values)
+
+    def begin_call(self, kind: Kind) -> None:
+        self._others.begin(kind)
 
     def meet(self) -> None:
         self._together.meet(Kind.UPDATE, Phase.AWAITING_HOSTS)
@@ -124,6 +140,8 @@ class BetweenHosts(OneHost):
         assert self._sending is not None
         board, row = self._together.board, self._together.replica
         board.enter(row, Phase.AWAITING_HOSTS)
+        while not wait([self._sending], _LOOK_AT_HOSTS_EVERY_S).done:
+            self._others.look()
         self._sending.result()
         board.enter(row, Phase.UPDATING)
 

@@ -28,9 +28,10 @@ from torch.optim import Optimizer
 from paceline.data.agreement import agree
 from paceline.data.script_call import ScriptCall
 from paceline.errors import ModelError
-from paceline.exchange.board import NO_LOSS, OVER_SAMPLES, HostWord, Kind, Members, Phase, Word
+from paceline.exchange.board import Members
 from paceline.exchange.sums import SharedSums
 from paceline.exchange.together import Together
+from paceline.exchange.words import NO_LOSS, OVER_SAMPLES, HostWord, Kind, Phase, Word
 from paceline.loop.engine import Batch, Closed, Computed, ReplicaWork
 from paceline.loop.lockstep import BatchShare, LockstepEngine
 from paceline.loop.run_state import RunState, StateByName
@@ -109,9 +110,12 @@ class MirroredEngine(LockstepEngine):
     def compute(self, function: Function, given: Any) -> Any:
         return self._part.compute(function, given)
 
+    def meet_devices(self) -> None:
+        self._part.meet_devices()
+
     def once(self, number: int, act: Callable[[], None]) -> None:
         self._together.once(act if self._hosts.number == 0 else lambda: None)
-        self._hosts.sum(torch.zeros(1))  # nobody goes on before the first host is done
+        self._hosts.begin_call(Kind.SAVE)  # nobody goes on before the first host is done
 
     def join(self) -> RunState:
         state = self._joining.join()
@@ -276,6 +280,7 @@ class MirroredEngine(LockstepEngine):
         def one_try(members: Members) -> None:
             self._board.work_on(members, Kind.BATCHES, Phase.BETWEEN)
             self._sums.begin(members, Phase.AWAITING_OTHERS)
+            self._hosts.begin_call(Kind.BATCHES)
             self._compare(call, members)
 
         self._together.attempt(one_try)
@@ -283,17 +288,18 @@ class MirroredEngine(LockstepEngine):
     def _compare(self, call: ScriptCall, members: Members) -> None:
         rows = self._board.replicas
         number, count = self._hosts.number * rows + self._row, self._hosts.count * rows
-        agree(call, lambda values: self._hosts.sum(self._sums.sum(values, members.ranks)), number, count)
+        agree(call, lambda values: self._hosts.sum_in_call(self._sums.sum(values, members.ranks)), number, count)
 
     def sum(self, call: ScriptCall, compute: Callable[[BatchShare], torch.Tensor]) -> torch.Tensor:
         def one_try(members: Members) -> torch.Tensor:
             self._board.work_on(members, Kind.EVALUATE, Phase.EVALUATING)
             self._sums.begin(members, Phase.AWAITING_EVALUATION)
+            self._hosts.begin_call(Kind.EVALUATE)
             self._compare(call, members)
             found = compute(self._part.share(members))
             if not self._part.speaks:
                 found.zero_()
-            return self._hosts.sum(self._sums.sum(found, members.ranks))
+            return self._hosts.sum_in_call(self._sums.sum(found, members.ranks))
 
         total = self._together.attempt(one_try)
         self._board.enter(self._row, Phase.BETWEEN)

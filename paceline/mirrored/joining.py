@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from paceline.exchange.board import HostWord, Members, Phase, Word
+from paceline.exchange.board import Members
 from paceline.exchange.together import Together
+from paceline.exchange.words import HostWord, Phase, Word
 from paceline.loop.run_state import RunState
 from paceline.memory.model_arena import ModelArena
 from paceline.mirrored.step_parts import StepPart

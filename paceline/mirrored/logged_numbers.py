@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from paceline.exchange.board import Word
 from paceline.exchange.together import Together
+from paceline.exchange.words import Word
 from paceline.loss_value import NOTHING, LossPart
 from paceline.memory.model_arena import LOGGED_BYTES, ModelArena
 from paceline.mirrored.between_hosts import OneHost

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from paceline.errors import ModelError
-from paceline.exchange.board import HostWord, Kind, Members, Phase
+from paceline.exchange.board import Members
 from paceline.exchange.together import Together
+from paceline.exchange.words import HostWord, Kind, Phase
 from paceline.loop.lockstep import BatchShare
 from paceline.loss_value import LossPart, Weight
 from paceline.mirrored.between_hosts import OneHost
@@ -54,6 +55,9 @@ class WholeModel(StepPart):
     def compute(self, function: Function, given: Any) -> Any:
         """Returns `function(model, given)`."""
         return function(self._model, given)
+
+    def meet_devices(self) -> None:
+        """Returns when all devices of this replica are about to compute together what is no step and no evaluation."""
 
     def train(self, loss: Loss, batch: Any, weight: Weight, check: Check) -> LossPart:
         """Runs forward and backward of one pass."""
@@ -144,6 +148,11 @@ class CutModel(WholeModel):
 
     def compute(self, function: Function, given: Any) -> Any:
         return self._cut.call(function, self._model, given) if self._prepared else function(self._model, given)
+
+    def meet_devices(self) -> None:
+        if self._prepared:  # else each computes with the whole model
+            first = self._row - self._cut.peers.rank
+            self._together.ask(range(first, first + self.devices))
 
     def mark(self, used: list[bool]) -> None:
         self._parts.mark(used, self._shared.arena.touched[self._row])

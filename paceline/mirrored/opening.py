@@ -18,11 +18,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.errors import LaunchError
-from paceline.exchange.board import Board, HostWord, Word
+from paceline.exchange.board import Board
 from paceline.exchange.links import Links, Store, open_store
 from paceline.exchange.mailboxes import Peers
 from paceline.exchange.together import Together
 from paceline.exchange.wire import wire
+from paceline.exchange.words import HostWord, Word
 from paceline.loop.training_loop import Training
 from paceline.machine import shared_words_work
 from paceline.memory import segment

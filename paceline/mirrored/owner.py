@@ -17,8 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from paceline.exchange.board import Members, Phase, Word
+from paceline.exchange.board import Members
 from paceline.exchange.together import Together
+from paceline.exchange.words import Phase, Word
 from paceline.memory.layout import Chunk, assign
 from paceline.memory.model_arena import ModelArena
 from paceline.optim.shard_optimizer import ShardOptimizer

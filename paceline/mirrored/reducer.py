@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from paceline.exchange.board import Members, Phase, Word
+from paceline.exchange.board import Members
 from paceline.exchange.links import Links
 from paceline.exchange.together import Together
+from paceline.exchange.words import Phase, Word
 from paceline.memory.layout import assign
 from paceline.memory.model_arena import ModelArena
 from paceline.mirrored.owner import sum_into

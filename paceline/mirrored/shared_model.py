@@ -16,8 +16,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.errors import ModelError, ReplicaDied
-from paceline.exchange.board import Kind, MemberLost, Members, Phase
+from paceline.exchange.board import MemberLost, Members
 from paceline.exchange.together import Together
+from paceline.exchange.words import Kind, Phase
 from paceline.memory.layout import aligned
 from paceline.memory.model_arena import ModelArena, Sizes
 from paceline.optim.model_in_arena import SMALLEST_SCRATCH_BYTES, ModelInArena

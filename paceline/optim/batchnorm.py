@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from paceline.errors import ModelError
 from paceline.torch_private import AnyBatchNorm, check_input_dims, keep_compiler_out
 
 Sum = Callable[[torch.Tensor], torch.Tensor]
@@ -109,6 +110,23 @@ def exact_batch_norm(
     return normalized  # type: ignore[no-any-return]
 
 
+def batch_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    variance: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    statistics: Statistics | None,
+) -> torch.Tensor:
+    """Normalizes channels, over all replicas where their statistics are added up."""
+    if training and statistics is not None and statistics.sum is not None:
+        return exact_batch_norm(x, weight, bias, mean, variance, momentum, eps, statistics.sum)
+    return F.batch_norm(x, mean, variance, weight, bias, training, momentum, eps)
+
+
 def statistics_of(model: nn.Module) -> dict[str, Statistics]:
     """How the statistics of each BatchNorm are added up, by the module's name."""
     found = ((name, getattr(module, "_statistics", None)) for name, module in model.named_modules())
@@ -136,7 +154,7 @@ _uncompiled_forward = keep_compiler_out(_exact_forward)
 
 def _exact_kind_of_own(kind: type[AnyBatchNorm]) -> type[AnyBatchNorm]:
     """A subclass may do more in its forward, apply its activation say: it runs as it is, and only what it has
-    `F.batch_norm` do is exact."""
+    `F.batch_norm` or `torch.batch_norm` do is exact."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         total = self._statistics.sum
@@ -156,8 +174,12 @@ def _own_forward(kind: type[AnyBatchNorm], module: Any, args: Any, kwargs: Any, 
 _uncompiled_own_forward = keep_compiler_out(_own_forward)
 
 
+# What has batch statistics among its results, of which a caller may make anything.
+_WITH_STATISTICS = (torch.native_batch_norm, torch.batch_norm_stats, torch.batch_norm_update_stats)
+
+
 class _OverAllParts(TorchFunctionMode):
-    """Inside, `F.batch_norm` by the statistics of a batch is one by those of all parts."""
+    """Inside, a batch norm by the statistics of a batch is one by those of all parts."""
 
     def __init__(self, total: Sum) -> None:
         super().__init__()
@@ -167,7 +189,30 @@ class _OverAllParts(TorchFunctionMode):
         given = kwargs or {}
         if func is F.batch_norm:
             return self._batch_norm(*args, **given)
+        if func is torch.batch_norm:
+            return self._operator(*args, **given)
+        if func in _WITH_STATISTICS:
+            raise ModelError(
+                "model",
+                func.__name__,
+                "statistics of a part are not those of the batch: call F.batch_norm, or give --batchnorm local",
+            )
         return func(*args, **given)
+
+    def _operator(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        running_mean: torch.Tensor | None,
+        running_var: torch.Tensor | None,
+        training: bool,
+        momentum: float,
+        eps: float,
+        cudnn_enabled: bool,
+    ) -> torch.Tensor:
+        """What `F.batch_norm` calls, which is in another order."""
+        return self._batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
     def _batch_norm(
         self,

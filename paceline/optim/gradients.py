@@ -4,7 +4,7 @@ A hook copies every gradient into this replica's flat buffer the moment backward
 still in the cache, and gives its memory back. A buffer always holds a valid contribution: what a parameter left
 there in an earlier step is zeroed when a step does not use that parameter.
 
-Of a linear layer the gradient need not even be copied: it is a product, computed where it goes (linear_gradients.py).
+Of linear layers and embeddings a gradient need not even be copied: it is computed where it goes (direct_gradients.py).
 
 Whoever sends gradients while backward still runs is told of each when it has landed. Backward adds to a parameter
 once, with the sum of all its uses; but a backward inside of it, as reentrant checkpointing makes one for each segment,
@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from paceline.errors import ModelError
-from paceline.optim import linear_gradients
+from paceline.optim import direct_gradients
 
 
 class Destination(Protocol):
@@ -55,6 +55,9 @@ class IntoBuffer:
 
     def add_product(self, one: torch.Tensor, other: torch.Tensor) -> None:
         self._view.addmm_(one, other)
+
+    def add_rows(self, numbers: torch.Tensor, rows: torch.Tensor) -> None:
+        self._view.index_add_(0, numbers, rows)
 
     def zero(self) -> None:
         self._view.zero_()
@@ -104,22 +107,31 @@ class GradientCollector:
         # Not if somebody waits for complete gradients: an operator does not know whether it is the last to add.
         numbered = enumerate(parameters) if landed is None else ()
         self._written_in_place = [
-            parameter
-            for slot, parameter in numbered
-            if linear_gradients.register(parameter, partial(self.write_product, slot))
+            parameter for slot, parameter in numbered if direct_gradients.register(parameter, SlotWriter(self, slot))
         ]
 
-    def write_product(self, slot: int, one: torch.Tensor, other: torch.Tensor) -> bool:
-        """Write a gradient that is this product where it goes; returns False if none is collected now."""
+    def writes(self, slot: int) -> bool:
+        """Whether gradients are collected now, and this one goes into one buffer as a whole."""
+        return self._collecting and isinstance(self._destinations[slot], IntoBuffer)
+
+    def write_product(self, slot: int, one: torch.Tensor, other: torch.Tensor) -> None:
+        """Write a gradient that is this product where it goes."""
         destination = self._destinations[slot]
-        if not self._collecting or not isinstance(destination, IntoBuffer):
-            return False
+        assert isinstance(destination, IntoBuffer)
         if self._seen[slot]:
             destination.add_product(one, other)
         else:
             destination.put_product(one, other)
         self._seen[slot] = self._dirty[slot] = True
-        return True
+
+    def write_rows(self, slot: int, numbers: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write a gradient that is zero but for these rows where it goes."""
+        destination = self._destinations[slot]
+        assert isinstance(destination, IntoBuffer)
+        if not self._seen[slot] and self._dirty[slot]:
+            destination.zero()
+        destination.add_rows(numbers, rows)
+        self._seen[slot] = self._dirty[slot] = True
 
     def _hook(self, slot: int) -> Callable[[torch.Tensor], None]:
         def collect(parameter: torch.Tensor) -> None:
@@ -140,7 +152,7 @@ class GradientCollector:
         self._in_pass = [False] * len(self._parameters)
         self._collecting = True
         if self._written_in_place:
-            linear_gradients.begin(self)
+            direct_gradients.begin(self)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -155,7 +167,7 @@ class GradientCollector:
     def stop(self) -> None:
         """Collect no more: what backward produces from now on belongs to no step."""
         self._collecting = False
-        linear_gradients.end(self)
+        direct_gradients.end(self)
 
     def last_pass(self, is_last: bool) -> None:
         """Whether the coming backward is the step's last one: then what lands is complete."""
@@ -205,4 +217,22 @@ class GradientCollector:
         for handle in self._handles:
             handle.remove()
         for parameter in self._written_in_place:
-            linear_gradients.unregister(parameter)
+            direct_gradients.unregister(parameter)
+
+
+@dataclass(frozen=True)
+class SlotWriter:
+    """What may write the gradient of one parameter where a collector has it go."""
+
+    collector: GradientCollector
+    slot: int
+
+    @property
+    def ready(self) -> bool:
+        return self.collector.writes(self.slot)
+
+    def write_product(self, one: torch.Tensor, other: torch.Tensor) -> None:
+        self.collector.write_product(self.slot, one, other)
+
+    def write_rows(self, numbers: torch.Tensor, rows: torch.Tensor) -> None:
+        self.collector.write_rows(self.slot, numbers, rows)

@@ -16,7 +16,7 @@ from paceline.memory.model_arena import ModelArena
 from paceline.optim.models import buffers_of, grouped_parameters
 from paceline.optim.state import layout_for
 
-SMALLEST_SCRATCH_BYTES = 4096
+SMALLEST_SCRATCH_BYTES = 8192
 
 
 class ModelInArena:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -91,6 +91,20 @@ def copied(model: nn.Module, optimizer: Optimizer, flag: str) -> tuple[nn.Module
         ) from error
 
 
+@contextmanager
+def lent(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Inside, the parameters of these names have these values; afterwards their own again."""
+    own = [(parameter, parameter.data) for parameter in own_state(model).parameters()]
+    for name, parameter in own_state(model).named_parameters():
+        if name in values:
+            parameter.data = values[name]
+    try:
+        yield
+    finally:
+        for parameter, data in own:
+            parameter.data = data
+
+
 def evaluating(model: nn.Module) -> AbstractContextManager[None]:
     """Inside, the model is in eval mode; afterwards each module is in its own mode again."""
     return in_mode(model, training=False)
@@ -110,3 +124,16 @@ def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+@contextmanager
+def left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Puts back afterwards what a forward changes: buffers and random numbers."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    random = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(random)
+        for buffer, before in buffers:
+            buffer.data.copy_(before)  # unnoticed by a backward that is yet to come

@@ -20,10 +20,11 @@ import torch
 from torch import nn
 
 from paceline.errors import PacelineError, ReplicaDied, Stalled
-from paceline.exchange.board import Board, Phase
+from paceline.exchange.board import Board
 from paceline.exchange.life import Life
 from paceline.exchange.mailboxes import Peers
 from paceline.exchange.packing import CannotTravel, pack, receive, send
+from paceline.exchange.words import Phase
 from paceline.memory.arena import Arena
 from paceline.optim.models import own_state
 from paceline.serve.request_status import RequestStatus, StatusWord

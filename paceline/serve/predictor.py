@@ -27,9 +27,10 @@ from torch import nn
 
 from paceline import checkpoint
 from paceline.errors import CheckpointError, ModelError, PacelineError, ReplicaDied, Stalled, StrategyError
-from paceline.exchange.board import Board, HostWord
+from paceline.exchange.board import Board
 from paceline.exchange.life import Life
 from paceline.exchange.mailboxes import BOX_BYTES
+from paceline.exchange.words import HostWord
 from paceline.launch.cores import allowed_cores, share_of_cores
 from paceline.memory.arena import Arena
 from paceline.memory.heap import keep_memory

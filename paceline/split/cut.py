@@ -121,20 +121,6 @@ def train(loss: Loss, model: nn.Module, batch: Any, weight: Weight, check: Check
     return found.part(weight)
 
 
-@contextmanager
-def left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Puts back afterwards what a forward changes: buffers and random numbers."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    random = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(random)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-
-
 def call_model(model: nn.Module, given: Example) -> Any:
     """Returns what the model answers."""
     args, kwargs = given

@@ -10,22 +10,27 @@ first of every other shape: numbers that change from step to step, and that a gr
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from paceline.errors import ModelError
+from paceline.errors import LossError, ModelError
 from paceline.exchange.mailboxes import Peers
 from paceline.graph.call_graph import CallGraph
-from paceline.graph.capture import Function, capture
+from paceline.graph.capture import Function
 from paceline.graph.inputs import Structure, take_apart
+from paceline.graph.kept import KeptGraph
 from paceline.graph.proof import compare
+from paceline.graph.python_effects import python_effects
+from paceline.graph.shapes import AllShapes
 from paceline.loss_value import LossPart, Weight
 from paceline.optim.models import own_state
 from paceline.split.cut import Check, Cut, Loss
+from paceline.split.first_captures import FirstCaptures
 from paceline.torch_private import inside_compiled
 
 MOST_KINDS = 64  # of calls whose graphs are kept
@@ -42,9 +47,12 @@ class _About:
     tensors: tuple[tuple[torch.Size, torch.dtype, bool], ...]
 
     def same_as(self, other: _About) -> bool:
-        return (self.modes, self.grad, self.tensors) == (other.modes, other.grad, other.tensors) and _same_function(
-            self.function, other.function
-        )
+        return self.tensors == other.tensors and self.same_but_for_sizes(other)
+
+    def same_but_for_sizes(self, other: _About) -> bool:
+        mine, others = ([(len(shape), *kind) for shape, *kind in about.tensors] for about in (self, other))
+        same = (self.modes, self.grad, mine) == (other.modes, other.grad, others)
+        return same and _same_function(self.function, other.function)
 
 
 def _about(function: Function, model: nn.Module, tensors: list[torch.Tensor]) -> _About:
@@ -58,13 +66,22 @@ class _Kind:
 
     about: _About
     structure: Structure  # of what it is given
-    call: CallGraph
+    kept: KeptGraph
     compute: Compute
+    shapes: AllShapes  # its graph is one of
     times: int = 0
-    proven: bool = False  # its gradients too, before the first step
+    proven: bool = False  # held against what it was captured from, with gradients in one of its shapes
+
+    @property
+    def call(self) -> CallGraph:
+        return self.kept.graph
 
     def fits(self, about: _About, structure: Structure) -> bool:
         return self.about.same_as(about) and self.structure.same_as(structure)
+
+    def is_like(self, about: _About, structure: Structure) -> bool:
+        """Returns whether it is that kind of call but for the sizes of tensors."""
+        return self.about.same_but_for_sizes(about) and self.structure.same_as(structure)
 
 
 class GraphCut(Cut):
@@ -76,7 +93,7 @@ class GraphCut(Cut):
         self.model: nn.Module
         self.tensors: dict[str, torch.Tensor] = {}  # this device's parts of parameters and buffers, by name
 
-    def decide(self, call: CallGraph, values: list[torch.Tensor]) -> None:
+    def decide(self, kept: KeptGraph, values: list[torch.Tensor]) -> None:
         """Decides who does what, by the graph of what is computed first, and what it is given."""
         raise NotImplementedError
 
@@ -91,11 +108,25 @@ class GraphCut(Cut):
             raise ModelError("model", "compiled", "a model is cut first and compiled never, leave out torch.compile")
         self.model = own_state(model)
         given = self.sized(given)
-        call = capture(function, self.model, given)
-        compare(function, self.model, given, call, gradients=torch.is_grad_enabled())
+        shapes = AllShapes()
+        with FirstCaptures(self.peers) as first:
+            kept = KeptGraph(function, self.model, given, shapes, first.begin)
+            self._check_loss(kept.graph)
+            if not kept.is_proven:
+                with python_effects(self.model) as effects:
+                    compare(function, self.model, given, kept.graph, gradients=torch.is_grad_enabled())
+                if effects and self.peers.first:
+                    warnings.warn(f"cut model: {'; '.join(effects)}: once a graph, not in every step", stacklevel=2)
+            self._keep(kept)
         tensors, structure = take_apart(given, "batch")
-        self.decide(call, tensors)
-        self._keep(call, _about(function, self.model, tensors), structure).proven = True
+        self.decide(kept, tensors)
+        self._open(kept, _about(function, self.model, tensors), structure, shapes).proven = True
+
+    @staticmethod
+    def _check_loss(call: CallGraph) -> None:
+        if not call.tensors or not any(isinstance(value, fx.Node) for value in call.returned):
+            expected = "return a scalar tensor, or (sum, count), that is computed with the model"
+            raise LossError("loss", "nothing that follows from the model", expected)
 
     def sized(self, given: Any) -> Any:
         """Returns as much of a batch as is computed at once."""
@@ -110,13 +141,14 @@ class GraphCut(Cut):
         about = _about(function, self.model, tensors)
         found = next((kind for kind in self._kinds if kind.fits(about, structure)), None)
         if found is None:
-            found = self._keep(capture(function, self.model, given), about, structure)
+            shapes = next((kind.shapes for kind in self._kinds if kind.is_like(about, structure)), AllShapes())
+            found = self._open(KeptGraph(function, self.model, given, shapes), about, structure, shapes)
         return found, tensors
 
-    def _keep(self, call: CallGraph, about: _About, structure: Structure) -> _Kind:
+    def _open(self, kept: KeptGraph, about: _About, structure: Structure, shapes: AllShapes) -> _Kind:
         if len(self._kinds) == MOST_KINDS:
             del self._kinds[0]
-        self._kinds.append(_Kind(about, structure, call, self.open(call)))
+        self._kinds.append(_Kind(about, structure, kept, self.open(kept.graph), shapes, proven=kept.is_proven))
         return self._kinds[-1]
 
     # ── work ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -137,10 +169,20 @@ class GraphCut(Cut):
                 part.requires_grad_(parameter.requires_grad)
 
     def look(self, kind: _Kind, batch: Any) -> None:
-        """Holds the loss against its graph, now and then."""
+        """Holds the loss against its graph, now and then: the first of all its shapes with gradients."""
         kind.times += 1
-        if kind.times & (kind.times - 1) == 0 and not (kind.times == 1 and kind.proven):
-            compare(kind.about.function, self.model, batch, kind.call, gradients=False)
+        if kind.times & (kind.times - 1) or (kind.times == 1 and kind.proven):
+            return
+        known = any(other.proven and other.is_like(kind.about, kind.structure) for other in self._kinds)
+        compare(kind.about.function, self.model, batch, kind.call, gradients=not known)
+        if not kind.proven:
+            kind.proven = True
+            self._keep(kind.kept)
+
+    def _keep(self, kept: KeptGraph) -> None:
+        """Keeps a graph that was held against what it was captured from."""
+        if self.peers.first:
+            kept.keep()
 
     def call(self, function: Function, model: nn.Module, given: Any) -> Any:
         try:

@@ -15,8 +15,9 @@ from pathlib import Path
 from torch.distributed.distributed_c10d import Store
 
 from paceline.errors import LaunchError, Stalled
-from paceline.exchange.board import Board, HostWord, Phase, Word
+from paceline.exchange.board import Board
 from paceline.exchange.life import Life
+from paceline.exchange.words import HostWord, Phase, Word
 from paceline.memory import segment
 from paceline.memory.arena import Arena
 from paceline.torch_group.errors import RankDied, RankLate

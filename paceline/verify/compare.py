@@ -6,13 +6,13 @@ tenth of the largest of them): a mistake in an algorithm is orders of magnitude 
 
 In float64 that is all, but for what an optimizer that normalizes makes of rounding: Adam divides by a gradient's own
 size, or by 1e-8 if it has none, and so a parameter may be off by as much as the measured difference of its gradients
-explains. In float32 some gradients are nothing but rounding, e.g. of a bias in front of a BatchNorm,
+explains (`gain`). In float32 some gradients are nothing but rounding, e.g. of a bias in front of a BatchNorm,
 which is zero in exact arithmetic. An optimizer that normalizes, like Adam, makes full steps of them, in a direction
 that rounding decides. Elements whose gradients agree less well than the tolerance asks are therefore left out from
 then on, and counted. The same holds in a run in float64 from where its script has computed in float32 by itself, but
 only for what is not equal in float64 anyway.
 
-Within a step the causes come before their effects: loss, gradients, optimizer state, parameters, buffers.
+Within a step the causes come before their effects: loss, what it logs, gradients, optimizer state, parameters, buffers.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ import torch
 from safetensors import safe_open
 
 from paceline.errors import PacelineError
+from paceline.verify.gain import SECOND_MOMENT, Gain
 from paceline.verify.precision import NARROW, name_of, narrower
 from paceline.verify.recorded import files_of, is_answer, step_of
 
-KINDS = ("loss", "gradient", "optimizer", "model", "evaluation", "prediction")
+KINDS = ("loss", "logged", "gradient", "optimizer", "model", "evaluation", "prediction")
 ANSWERS = ("evaluation", "prediction")
 DEFAULT_TOLERANCE = 1e-4  # in float32
 # Of a gradient that was rounded to the 8 bits of bfloat16 by each replica, a sum is right to about 1/256.
@@ -103,7 +104,7 @@ class _Comparison:
     steps: int = 0
     tensors: int = 0
     answers: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ANSWERS, 0))
-    gain: float = 0.0  # by how much a gradient's element changes its parameter in this step, at most
+    gain: Gain = field(default_factory=Gain)  # of this step
     narrow: str = ""  # what the steps so far have computed in
     needed: str = ""  # what of that, or of an answer, was needed
     largest: Difference | None = None
@@ -126,7 +127,7 @@ class _Comparison:
         """Returns the first tensor of a step, or of an answer, that is too different."""
         step = step_of(name)
         expected, notes = _read(reference)
-        narrow, self.gain = notes.get("narrow", ""), float(notes.get("gain", 0))
+        narrow, self.gain = notes.get("narrow", ""), Gain.read(notes)
         if self.dtype != "float64":
             narrow = ""
         if is_answer(name):
@@ -160,7 +161,12 @@ class _Comparison:
                 yield Difference(step, name, 0, 0, "is not there in one process")
             else:
                 floor = 0.1 * scales[_family(name)]
+                if name.startswith("logged/"):  # it may be a sum of numbers as large as the loss that cancel out
+                    floor = max(floor, 0.1 * scales["loss"])
                 found = self._difference(step, name, expected[name], actual[name], floor, narrow)
+                kind, _, parameter = name.partition("/")
+                if kind == "gradient" and not found.reason:
+                    self._explain(parameter, expected.get(f"optimizer/{parameter}/{SECOND_MOMENT}"))
                 self.tensors += 1
                 if self.largest is None or found.relative > self.largest.relative:
                     self.largest = found
@@ -178,8 +184,7 @@ class _Comparison:
         scale = max(expected.abs().nan_to_num().max().item() if expected.numel() else 1.0, floor)
         kind, _, rest = name.partition("/")
         if kind == "gradient":
-            rounding = self.rounding[rest] = torch.maximum(off, self.rounding.get(rest, torch.zeros(())))
-            self.explained[rest] = self.explained.get(rest, 0.0) + self.gain * rounding
+            self.rounding[rest] = torch.maximum(off, self.rounding.get(rest, torch.zeros(())))
         elif kind == "model" and rest in self.explained and self.dtype == "float64":
             off = (off - self.explained[rest]).clamp(min=0)
         largest = off.max().item() if off.numel() else 0.0
@@ -194,6 +199,10 @@ class _Comparison:
                     largest = off.masked_fill(undecided, 0.0).max().item()
                     self.needed = narrower(self.needed, narrow)
         return Difference(step, name, largest, scale)
+
+    def _explain(self, parameter: str, second_moment: torch.Tensor | None) -> None:
+        moved = self.gain.explained(self.rounding[parameter], second_moment)
+        self.explained[parameter] = self.explained.get(parameter, torch.zeros(())) + moved
 
 
 def _read(path: Path) -> tuple[Tensors, dict[str, str]]:
@@ -210,9 +219,10 @@ def _read(path: Path) -> tuple[Tensors, dict[str, str]]:
 
 
 def _family(name: str) -> str:
-    """Tensors whose magnitudes can be compared: all gradients, all `exp_avg` …; a model's are each by itself."""
+    """Tensors whose magnitudes can be compared: all gradients, all logged numbers, all `exp_avg` …; a model's are each
+    by itself."""
     kind, _, rest = name.partition("/")
-    return {"gradient": kind, "optimizer": f"{kind}/{rest.rpartition('/')[2]}"}.get(kind, name)
+    return {"gradient": kind, "logged": kind, "optimizer": f"{kind}/{rest.rpartition('/')[2]}"}.get(kind, name)
 
 
 def _order(name: str) -> tuple[int, str]:

@@ -10,7 +10,7 @@ that it is not meant. The one process that all are compared with is watched for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -137,21 +137,6 @@ def name_of(dtype: torch.dtype) -> str:
     'float32'
     """
     return str(dtype).removeprefix("torch.")
-
-
-def largest_gain(groups: Sequence[Mapping[str, Any]]) -> float:
-    """Returns by how much a change of a gradient's element may change its parameter in one step.
-
-    Adam and its like divide by the gradient's own size, but by no less than `eps`: twice, since that size changes too.
-
-    >>> largest_gain([{"lr": 0.5}, {"lr": 0.5, "eps": 0.01}, {"lr": 0.5, "eps": (None, 0.001)}])
-    100.0
-    """
-    gains = [0.0]
-    for group in groups:
-        eps = group.get("eps")  # Adafactor has two, of another kind
-        gains.append(2 * float(group.get("lr", 1.0)) / (eps if isinstance(eps, float) and 0 < eps < 1 else 1.0))
-    return max(gains)
 
 
 def _widen(tensor: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+CALLED = "prediction"  # what tensors of answers are called
 NOT_ASKED = "not-asked.txt"  # why one process could not be asked for its loss in eval mode
 
 
@@ -24,13 +25,24 @@ def answer_file(steps: int, number: int) -> str:
 
 
 def asked_file(steps: int) -> str:
-    """Of the one answer that no script has asked for."""
+    """Of what no script has asked for."""
     return f"step-{steps:04d}-answer-asked.safetensors"
 
 
 def was_asked(folder: Path) -> bool:
-    """Returns whether a run has asked its model because its script did not."""
+    """Returns whether a run was asked after its last step."""
     return (folder / asked_file(steps_of(folder))).exists()
+
+
+def was_called(folder: Path) -> bool:
+    """Returns whether the model was called then, beside its loss."""
+    from safetensors import safe_open
+
+    path = folder / asked_file(steps_of(folder))
+    if not path.exists():
+        return False
+    with safe_open(path, "pt") as file:
+        return any(name.startswith(CALLED) for name in file.keys())  # noqa: SIM118 - it is no dict
 
 
 def forget_asked(folder: Path) -> None:

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TextIO, cast
 
-from paceline.exchange.board import Board, HostWord, Phase, Word
+from paceline.exchange.board import Board
+from paceline.exchange.words import HostWord, Phase, Word
 from paceline.watch.output import Outputs, OutputText
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ MOST_ROWS = 16  # beyond, the table says how the replicas are spread
 WINDOW_S = 5.0  # speeds are means over this time
 PLAIN_EVERY_S = 5.0
 DRAW_EVERY_S = 0.25
+MOST_FOUND = 4  # of the script's numbers in a line
 DOING = 20  # letters of what a replica does
 PROMPTS = (b"(Pdb) ", b"ipdb> ", b">>> ", b"... ")  # of a debugger that waits for its user
 MOST_UNFINISHED = 1 << 16  # bytes of a line
@@ -70,13 +72,15 @@ class Progress:
     steps_per_s: float = 0.0
     left_s: float | None = None
     replicas: tuple[ReplicaTimes, ...] = ()
+    samples: int = 0
+    found: tuple[tuple[str, float], ...] = ()  # by the script, the latest of each name
 
     def __str__(self) -> str:
         """
         >>> str(Progress(step=120, total_steps=500, loss=0.412, samples_per_s=5210.3, left_s=32.4))
         'step 120/500  loss 0.412  5210 samples/s  ETA 0:32'
-        >>> str(Progress(step=120, steps_per_s=25.04))
-        'step 120  25 steps/s'
+        >>> str(Progress(step=120, steps_per_s=25.04, found=(("accuracy", 0.9512),)))
+        'step 120  25 steps/s  accuracy 0.9512'
         """
         words = [f"step {self.step}/{self.total_steps}" if self.total_steps else f"step {self.step}"]
         if self.loss is not None:
@@ -87,6 +91,7 @@ class Progress:
             words.append(f"{_short(self.steps_per_s)} steps/s")
         if self.left_s is not None:
             words.append(f"ETA {clock(self.left_s)}")
+        words += [f"{name} {value:.4g}" for name, value in self.found[-MOST_FOUND:]]
         return "  ".join(words)
 
 
@@ -127,6 +132,7 @@ class Meter:
             steps_per_s=steps_per_s if not seen else 0.0,
             left_s=(total - step) / steps_per_s if total and steps_per_s and total >= step else None,
             replicas=tuple(_times(board, row, first_rank + row, devices) for row in rows),
+            samples=seen,
         )
 
     @property

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.exchange.board import Board, Phase, Word
+from paceline.exchange.board import Board
+from paceline.exchange.words import Phase, Word
 
 STALL_S = 30.0  # a wait this long is spoken of; again at twice the time, four times …
 MOST_FRAMES = 5

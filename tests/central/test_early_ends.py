@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from conftest import Start
 
-from paceline.exchange.board import Board, Phase
+from paceline.exchange.board import Board
+from paceline.exchange.words import Phase
 from paceline.launch.job import RunJob
 from paceline.launch.regular_look import RegularLook
 from paceline.launch.reporter import Reporter
@@ -35,7 +36,7 @@ print(json.dumps({"proof": trainer.ledger.check()}))
     ("flags", "ends", "left"),
     [
         ("--replicas 2 --servers 1", "1", 0),
-        ("--replicas 2 --servers 1 --stages 2", "2 3", 0),
+        pytest.param("--replicas 2 --servers 1 --stages 2", "2 3", 0, marks=pytest.mark.soak),
         ("--replicas 2 --servers 1 --stages 2", "0 1", 2),
     ],
     ids=["a replica", "all devices of a cut one", "all devices of the first, who make what all use"],

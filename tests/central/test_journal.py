@@ -151,9 +151,31 @@ def test_damage_anywhere_is_refused_with_the_name_of_the_file(
 
 
 def test_a_damaged_snapshot_is_refused_with_its_name(tmp_path: Path) -> None:
+    """A flipped bit anywhere, in its notes or in its numbers; or something else altogether."""
     begun(tmp_path)
-    (tmp_path / "snapshot-1").write_bytes(b"nonsense")
-    with pytest.raises(CheckpointError, match=r"snapshot-1 is damaged"):
+    path = tmp_path / "snapshot-1"
+    whole = path.read_bytes()
+    damaged = [bytearray(whole) for _ in range(0, len(whole), 7)]
+    for number, content in enumerate(damaged):
+        content[7 * number] ^= 1
+    for content in (b"nonsense", *damaged, whole[:-1]):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"snapshot-1 is damaged"):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["removed", "emptied", "without its last record"])
+def test_a_log_that_lacks_what_was_acknowledged_is_refused(tmp_path: Path, how: str) -> None:
+    journal = begun(tmp_path)
+    append(journal, RECORDS[:3])
+    log = only_log(tmp_path)
+    shorter = log.stat().st_size
+    append(journal, RECORDS[3:])
+    if how == "removed":
+        log.unlink()
+    else:
+        os.truncate(log, shorter if how == "without its last record" else 0)
+    with pytest.raises(CheckpointError, match="log-1"):
         read(tmp_path)
 
 

@@ -377,6 +377,7 @@ def sensible(address: str) -> list[tuple[Any, int]]:
         (requests.Apply(container="fuzz", close=made, options=spec.optimizer.groups), 0),
         (requests.Apply(container="fuzz", close=made, options=spec.optimizer.groups, measure=True), 0),
         (requests.Pull(container="fuzz", replica=0, at_least=0, wire="bf16"), 0),
+        (requests.Look(container="fuzz", at_least=0, known=1), 0),
         (requests.PullRows(container="fuzz", table=0), 16),
         (requests.PutRows(container="fuzz", table=0, start=1, rows=2, key="momentum_buffer", steps=3), 32),
         (requests.Task(**about, key=EVALUATION, length=7), 0),
@@ -534,7 +535,8 @@ class FuzzSession:
 
 
 @pytest.mark.timeout(300)
-def test_no_request_brings_a_server_down(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("examples", [120, pytest.param(400, marks=pytest.mark.soak)])
+def test_no_request_brings_a_server_down(examples: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_module, "ANSWER_WITHIN_S", 0.01)
     for module in (training_module, presence_module):
         monkeypatch.setattr(module, "GRACE_S", 0.01)
@@ -556,7 +558,7 @@ def test_no_request_brings_a_server_down(monkeypatch: pytest.MonkeyPatch) -> Non
         wrong_ones = st.tuples(st.one_of([any_struct(kind) for kind in REQUESTS]), st.integers(0, 600))
         almost_right = nearly_sensible(known)
 
-        @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
         @given(st.integers(0, len(known)), st.lists(wrong_ones | almost_right, max_size=5))
         def wrong(begin: int, sent: list[tuple[Any, int]]) -> None:
             for asked, length in [*known[:begin], *sent]:

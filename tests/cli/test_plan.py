@@ -1,177 +1,136 @@
-"""Plans: what an emulated host is told, what is not used, and that no text a user can type ends in a traceback."""
+"""`paceline plan`, `calibrate`, `run --auto`: what is refused; and a script planned, run and learned from for real."""
 
 from __future__ import annotations
 
-import argparse
-import io
-from contextlib import redirect_stderr, redirect_stdout, suppress
-from dataclasses import replace
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from paceline.cli import SUBCOMMANDS, Parser, main, run
-from paceline.cli.plan import Plan, resolve
-from paceline.cli.run import not_used
-from paceline.errors import InvalidInput, StrategyError
+from paceline.cli import main
+from paceline.plan.calibration import fingerprint, read, write
+from tests.plan.made_up import calibration
 
-EMULATED = ("--emulate", "hosts=2,link=1gbit", "--replicas", "2")
-# A value that is not the default, for every flag that takes one.
-VALUES = {
-    "--replicas": "4",
-    "--nproc-per-node": "1",
-    "--wire": "bf16",
-    "--batchnorm": "local",
-    "--exchange": "collective",
-    "--timeout": "7.5",
-    "--mesh": "model=2",
-    "--layout": "hidden=model",
-    "--stages": "2",
-    "--micro-batches": "3",
-    "--schedule": "gpipe",
-    "--cut-at": "a.b",
-    "--tiles": "2",
-    "--wavefront": "2",
-    "--time-block": "5",
-    "--servers": "2",
-    "--only": "sparse",
-    "--accept": "1",
-    "--bounded": "3",
-    "--stale": "scale",
-    "--stale-lr": "0.5",
-    "--warmup-steps": "2",
-    "--warmup-epochs": "2",
-    "--durability": "log",
-    "--join": "127.0.0.1:7070",
-    "--container": "digits",
-    "--token": "token",
-    "--keys": "keys",
-    "--on-failure": "stop",
-    "--max-restarts": "3",
-    "--save-on-stop": "last.safetensors",
-    "--nnodes": "2",
-    "--node-rank": "1",
-    "--rdzv-endpoint": "10.0.0.9:29511",
-    "--master-addr": "10.0.0.9",
-    "--master-port": "29511",
-    "--emulate": "hosts=2,link=10gbit",
-    "--run-folder": "elsewhere",
-}
-# What works on one host only, so far.
-REFUSED = {
-    *("--mesh", "--layout", "--stages", "--micro-batches", "--schedule", "--cut-at", "--tiles", "--wavefront"),
-    *("--time-block", "--servers", "--only", "--accept", "--async", "--bounded", "--stale", "--stale-lr"),
-    *("--warmup-steps", "--warmup-epochs", "--durability", "--in-graph", "--join", "--container", "--token", "--keys"),
-    "--master-port",  # without an address
-}
-WITH = {"--mesh": ("--layout", "hidden=model"), "--join": ("--token", "token", "--container", "digits")}
+SCRIPT = """
+import torch
+from torch import nn
+import paceline as pl
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+loss = lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1])
+trainer = pl.Trainer(model, torch.optim.AdamW(model.parameters()), loss)
+for batch in trainer.batches((torch.randn(640, 16), torch.randint(4, (640,))), batch_size=16, epochs=3):
+    trainer.step(batch)
+"""
 
 
-def parser() -> Parser:
-    made = Parser("paceline run")
-    run.add_arguments(made)
-    return made
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    write(calibration(), tmp_path / "cache" / "calibration.json")
+    Path("train.py").write_text(SCRIPT)
 
 
-def plan_of(*arguments: str) -> Plan:
-    options = parser().parse(arguments)
-    options.arguments = ["--lr", "0.1"]
-    return resolve(options)
-
-
-FLAGS = {
-    action.option_strings[-1]: action.nargs != 0
-    for action in parser()._actions
-    if action.option_strings and not isinstance(action, argparse._HelpAction)
-}
-
-
-@pytest.mark.parametrize("flag", sorted(FLAGS))
-def test_an_emulated_host_resolves_the_plan_of_its_maker_whatever_flag_was_given(flag: str) -> None:
-    typed = [flag, VALUES[flag]] if FLAGS[flag] else [flag]
-    arguments = ["train.py", *EMULATED, *typed, *WITH.get(flag, ())]
-    if flag in REFUSED:
-        with pytest.raises(StrategyError):
-            plan_of(*arguments)
-        return
-    outer = plan_of(*arguments)
-    for host in range(2):
-        plan = outer.on_host(host, "10.213.0.1:29500", "folder")
-        subcommand, *words, dashes, one, two = plan.command()
-        assert (subcommand, dashes, one, two) == ("run", "--", "--lr", "0.1")
-        own = {"host": host, "rendezvous": "10.213.0.1:29500", "run_folder": "folder", "json": False}
-        assert plan_of(*words) == plan == replace(outer, **own, quiet=outer.quiet or host == 1)
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The sentence with which the command line refuses."""
+    assert main(arguments) == 2
+    return capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("arguments", "sentence"),
     [
-        ("--replicas 2 --wire bf16", "wire bf16 (no gradient crosses a link)"),
-        ("--replicas 2 --wire bf16 --exchange collective", ""),
-        ("--replicas 2 --servers 1 --wire bf16", "wire bf16 (no gradient crosses a link)"),
-        ("--replicas 2 --servers 1 --wire bf16 --exchange tcp", ""),
-        ("--batchnorm local", "batchnorm local (there is one replica)"),
-        (
-            "--replicas 2 --servers 1 --batchnorm local",
-            "batchnorm local (with servers each replica has its own statistics)",
-        ),
-        ("--exchange shared", "exchange shared (there is one process)"),
-        ("--timeout 30", "timeout 30 s (one process waits for nobody)"),
-        ("--servers 1 --timeout 30", ""),
-        ("--on-failure stop", "on-failure stop (nobody would go on)"),
-        ("--replicas 2 --on-failure stop", ""),
-        ("--replicas 2 --max-restarts 3", "max-restarts 3 (nothing is started again, --on-failure restart would)"),
-        ("--replicas 2 --max-restarts 3 --on-failure restart", ""),
-        ("--replicas 2 --servers 2 --durability log --max-restarts 3", ""),
-        ("--servers 1 --warmup-steps 3", "warmup-steps 3 (one replica makes all steps)"),
-        ("--servers 1 --async --stale scale", "async (there is one replica), stale scale (gradients of one replica"),
-        ("--servers 1 --in-graph", "in-graph (one replica is one process)"),
-        ("--stages 1 --schedule gpipe", "schedule gpipe (there is one stage)"),
-        ("--wavefront 1 --time-block 4", "time-block 4 (there is one device)"),
-        ("--node-rank 0", "host 0 (there is one host)"),
-        ("--quiet --plain", "plain (--quiet shows no progress)"),
+        (["--hosts", "4"], "hosts is 4: say what is between them, --link 1gbit"),
+        (["--hosts", "4", "--link", "fast"], "link is 'fast': give a rate such as 100mbit, 1gbit"),
+        (["--hosts", "2000", "--link", "1gbit"], "hosts is 2000: give 1 to 1024"),
+        (["--link", "1gbit"], "one host has nobody to send to"),
+        (["--device", "a10"], "device is 'a10': give one of a100"),
+        (["--devices", "4"], "say which, --device with one of k80"),
+        (["--emulate", "hosts=2,link=1gbit", "--cores", "2"], "--emulate says that, leave it out"),
+        (["--plot", "speed.gif"], "give a file that ends in .png or .svg"),
+        (["--plot", "nowhere/speed.png"], "its folder does not exist"),
+        (["--hosts", "2", "--link", "1gbit", "--check"], "cannot be run here"),
+        (["--calibration", "nothing.json"], "make one with `paceline calibrate`"),
     ],
 )
-def test_a_setting_without_effect_is_named_with_the_reason(line: str, said: str) -> None:
-    told = not_used(plan_of("train.py", *line.split()))
-    assert told.startswith(f"not used: {said}") if said else not told
+def test_what_cannot_be_planned_is_refused_before_anything_runs(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sentence in refused(capsys, "plan", "train.py", *arguments)
 
 
-def test_every_flag_can_be_tried() -> None:
-    assert {flag for flag, takes_value in FLAGS.items() if takes_value} == set(VALUES)
+def test_without_a_calibration_it_says_how_to_make_one(capsys: pytest.CaptureFixture[str]) -> None:
+    (Path("cache") / "calibration.json").unlink()
+    assert "run `paceline calibrate` once" in refused(capsys, "plan", "train.py")
+    assert "run `paceline calibrate` once" in refused(capsys, "run", "train.py", "--auto")
 
 
-ODD = ("²", "٣", "-1", "1" * 5000, "a" * 5000, "=", ",", ":", "a:1,", "💥", " ")
-TEXTS = st.text(max_size=20) | st.sampled_from(ODD)
+def test_a_calibration_of_another_machine_is_used_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    from paceline.cli.plan import find_calibration
+
+    write(calibration(machine="another"), Path("other.json"))
+    assert find_calibration("other.json").machine == "another"
+    said = capsys.readouterr().err
+    assert "of another machine (another; this is" in said
+    assert "`paceline calibrate`" in said
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_whatever_is_typed_is_answered_with_a_sentence(data: st.DataObject, tmp_path: Path) -> None:
-    """Two flags with any text at all, in any subcommand that starts with checking; the script is missing, so that
-    what is accepted ends there."""
-    name = data.draw(st.sampled_from(sorted(set(SUBCOMMANDS) - {"server", "keys"})))
-    flags = sorted(FLAGS) if name == "run" else ["--replicas", "--at", "--token", "--tolerance", "--steps", "--json"]
-    words = [name, data.draw(TEXTS)]
-    for flag in data.draw(st.lists(st.sampled_from(flags), max_size=3, unique=True)):
-        words += [flag, data.draw(TEXTS)] if FLAGS.get(flag, True) else [flag]
-    told = io.StringIO()
-    with redirect_stderr(told), redirect_stdout(told):
-        try:
-            code = main(words)
-        except SystemExit as exit:
-            code = exit.code  # type: ignore[assignment]
-    assert code in (0, 2), words
-    assert told.getvalue().startswith("paceline: ") or code == 0
+def test_a_script_without_a_trainer_is_told_how_to_add_one(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("train.py").write_text("print('no trainer here')")
+    said = refused(capsys, "plan", "train.py")
+    assert "never made a step with a pl.Trainer" in said
+    assert "trainer.batches(" in said
+    Path("train.py").write_text("raise ValueError('no data')")
+    assert "ended before its first step: ValueError: no data" in refused(capsys, "plan", "train.py")
 
 
-@settings(max_examples=500, deadline=None)
-@given(flag=st.sampled_from(sorted(flag for flag in FLAGS if FLAGS[flag])), text=TEXTS)
-def test_any_text_after_a_flag_makes_a_plan_or_a_sentence(flag: str, text: str) -> None:
-    """As above, but the script is there, and nothing is started."""
-    typed = [*EMULATED, f"{flag}={text}"] if flag in ("--save-on-stop", "--run-folder") else [f"{flag}={text}"]
-    told = io.StringIO()
-    with redirect_stderr(told), suppress(InvalidInput, SystemExit):
-        plan_of("train.py", *typed, *WITH.get(flag, ()))
+@pytest.mark.parametrize(("flags", "named"), [(["--replicas", "2"], "replicas"), (["--nnodes", "2"], "hosts")])
+def test_auto_decides_alone(flags: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"leave out --{named}" in refused(capsys, "run", "train.py", "--auto", *flags)
+
+
+def test_a_machine_is_made_up_from_one_that_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "give --out FILE" in refused(capsys, "calibrate", "--cores", "16")
+    assert "give --cores too" in refused(capsys, "calibrate", "--memory", "16")
+    assert main(["calibrate", "--cores", "16", "--memory", "64", "--out", "big.json"]) == 0
+    made = read(Path("big.json"))
+    assert (made.cores, made.memory_bytes, made.made_up) == (16, 64 * 2**30, True)
+    assert main(["calibrate", "--show"]) == 0
+    assert "shared, 2" in capsys.readouterr().out
+
+
+def paceline(*arguments: str) -> subprocess.CompletedProcess[str]:
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    command = [sys.executable, "-m", "paceline", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=True, timeout=100)
+
+
+def test_a_script_is_planned_run_as_planned_and_learned_from() -> None:
+    """Planning trains nothing; the run after it has the prediction beside its own step, and adds to what is known."""
+    told = json.loads(paceline("plan", "train.py", "--budget", "2", "--json", "--plot", "speed.svg").stdout)
+    assert told["profile"]["parameters"] == 16 * 32 + 32 + 64 + 32 * 4 + 4
+    assert (told["profile"]["batch_size"], told["profile"]["batchnorms"]) == (16, 1)
+    assert {share["threads"] for share in told["profile"]["shares"]} >= {1}
+    assert told["command"][0].startswith("paceline run train.py --replicas ")
+    assert told["best"]["step"][1] <= told["best"]["step"][0] <= told["best"]["step"][2]
+    assert Path("speed.svg").read_text().startswith("<?xml")
+    assert not Path("runs").exists()
+    ran = paceline("run", "train.py", "--auto", "--json", "--plain")
+    outcome = json.loads(ran.stdout.splitlines()[-1])
+    assert outcome["steps"] == 120
+    assert outcome["measured_s"] > 0
+    assert outcome["low_s"] <= outcome["predicted_s"] <= outcome["high_s"]
+    assert "auto: " in ran.stderr
+    assert "a step took" in ran.stdout + ran.stderr
+    learned = read(Path("cache") / "calibration.json").learned
+    was_disturbed = not 1 / 4 < outcome["measured_s"] / outcome["predicted_s"] < 4  # of such a run nothing is learned
+    assert sum(factor.runs for factor in learned.values()) == (0 if was_disturbed else 1)
+    changed = msgspec.structs.replace(read(Path("cache") / "calibration.json"), learned={})
+    assert (changed, changed.machine) == (calibration(), fingerprint())

@@ -239,6 +239,9 @@ def test_the_configuration_says_of_each_value_where_it_came_from() -> None:
         "host": {"value": 0, "from": "default", "not_used": "there is one host"},
         "rendezvous": {"value": None, "from": "default"},
         "emulate": {"value": None, "from": "default"},
+        **{
+            name: {"value": None, "from": "default"} for name in ("until", "goes_on", "longest_s", "most_steps", "slow")
+        },
     }
     assert set(config["versions"]) == {"python", "torch", "paceline"}
     assert len(config["cores_by_replica"]) == 2
@@ -268,6 +271,10 @@ def test_the_summary_is_the_last_line_on_stdout() -> None:
         "deaths": 0,
         "restarts": 0,
         "loss": None,
+        "samples": 0,
+        "found": {},
+        "bytes_sent": 0,
+        **dict.fromkeys(("target", "stopped_by", "late", "dropped", "staleness", "thrown_away")),
     }
 
 

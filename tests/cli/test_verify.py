@@ -4,15 +4,51 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import MAIN, Run
+from conftest import Run
 
-Verify = Callable[..., Run]
+
+@dataclass(frozen=True)
+class Ended:
+    """What a command has come to."""
+
+    code: int
+    out: str
+    err: str
+
+
+Verify = Callable[[str, str], Ended]
+
+# One command after another, each in the folder that it is given, with its output in files there.
+COMMANDS = """
+import json, os, sys
+from paceline.cli import main
+
+for line in sys.stdin:
+    folder, arguments = json.loads(line)
+    os.chdir(folder)
+    before = [os.dup(number) for number in (1, 2)]
+    for number, name in ((1, "out"), (2, "err")):
+        file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, number)
+        os.close(file)
+    try:
+        code = main(arguments)
+    except SystemExit as ended:
+        code = ended.code
+    for stream, was in zip((sys.stdout, sys.stderr), before):
+        stream.flush()
+        os.dup2(was, stream.fileno())
+        os.close(was)
+    print(json.dumps(code), flush=True)
+"""
 
 SCRIPT = """
 import torch
@@ -87,13 +123,29 @@ for batch in trainer.batches(tokens, 10, epochs=4, seed=0):
 """
 
 
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    """The process that all commands are typed in: to compare, it loads torch, once instead of each time."""
+    process = Run(tmp_path_factory.mktemp("commands"), sys.executable, "-c", COMMANDS, stdin=subprocess.PIPE).process
+    yield process
+    try:
+        process.communicate(timeout=30)
+    finally:
+        process.kill()
+
+
 @pytest.fixture
-def verify(tmp_path: Path) -> Verify:
+def verify(tmp_path: Path, commands: subprocess.Popen[str]) -> Verify:
     """`verify(script, "--replicas 2")`, ended."""
 
-    def verify(script: str, flags: str) -> Run:
+    def verify(script: str, flags: str) -> Ended:
         (tmp_path / "train.py").write_text(script)
-        return Run(tmp_path, sys.executable, "-c", MAIN, "verify", "train.py", *shlex.split(flags)).end()
+        assert commands.stdin is not None
+        assert commands.stdout is not None
+        commands.stdin.write(json.dumps([str(tmp_path), ["verify", "train.py", *shlex.split(flags)]]) + "\n")
+        commands.stdin.flush()
+        code = json.loads(commands.stdout.readline())
+        return Ended(code, *((tmp_path / name).read_text() for name in ("out", "err")))
 
     return verify
 
@@ -102,7 +154,7 @@ def script(**other: str) -> str:
     return SCRIPT.format(**(PLAIN | other))
 
 
-def verdict_of(run: Run) -> dict[str, Any]:
+def verdict_of(run: Ended) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(run.out.splitlines()[-1])
     return found
 
@@ -129,38 +181,76 @@ def test_what_evaluate_and_a_predictor_give_is_compared(verify: Verify) -> None:
     asking = script(before="predictor = trainer.predictor()", after="trainer.evaluate((x, y), correct); predictor(x)")
     run = verify(asking, "--replicas 2 --steps 3")
     assert run.code == 0, run.out + run.err
-    assert "over 3 steps, with 2 evaluations and 2 predictions; " in run.out
+    assert "steps, with the loss in eval mode, the model's answer, 2 evaluations and 2 predictions; " in run.out
     other = asking.replace("predictor(x)", "predictor(x + trainer.replicas)")
     run = verify(other, "--replicas 2 --steps 3")
     assert run.code == 1
     assert "after step 0: prediction/0 differs by" in run.out
 
 
-@pytest.mark.parametrize("flags", ["--stages 2", "--replicas 2 --servers 1 --in-graph", "--stages 2 --servers 1"])
+def test_what_one_process_is_predicted_is_compared(verify: Verify) -> None:
+    asking = script(after="trainer.predict(x) if trainer.chief else None")
+    run = verify(asking, "--replicas 2 --servers 1 --steps 3 --json")
+    assert run.code == 0, run.out + run.err
+    verdict = verdict_of(run)
+    assert (verdict["predictions"], verdict["loss_in_eval_mode"], verdict["call_in_eval_mode"]) == (2, True, True)
+    run = verify(asking.replace("predict(x)", "predict(x + trainer.replicas)"), "--replicas 2 --steps 3")
+    assert run.code == 1
+    assert "after step 0: prediction/0 differs by" in run.out
+
+
+def test_what_a_loss_logs_is_compared(verify: Verify) -> None:
+    logging = script(loss='{"loss": F.cross_entropy(model(batch[0]), batch[1]), "seen": trainer.replicas}')
+    run = verify(logging, "--replicas 2 --steps 2")
+    assert run.code == 1
+    assert "step 0: logged/seen differs by 1 " in run.out
+
+
+def test_a_call_of_another_kind_than_the_losses_is_compared(verify: Verify) -> None:
+    """In eval mode, where the loss is right, the model has one more output on replicas."""
+    wrong = script(
+        forward="(self.body(x), x.sum() + pl.place().world)[: 1 if self.training else 2]",
+        loss="F.cross_entropy(model(batch[0])[0], batch[1])",
+    )
+    run = verify(wrong, "--replicas 2 --steps 2")
+    assert run.code == 1
+    assert "after step 1: prediction/alone/1 differs by 1 " in run.out
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--stages 2",
+        "--replicas 2 --servers 1 --in-graph",
+        pytest.param("--stages 2 --servers 1", marks=pytest.mark.soak),  # both are in the others
+    ],
+)
 def test_all_devices_and_servers_are_asked_together_for_the_loss_in_eval_mode(verify: Verify, flags: str) -> None:
     run = verify(script(epochs="1"), f"{flags} --steps 50")  # more than the script makes
     assert run.code == 0, run.out + run.err
-    assert "over 3 steps, with the loss in eval mode; the largest difference is rounding" in run.out
+    assert "over 3 steps, with the loss in eval mode and the model's answer; the largest difference is" in run.out
 
 
 # A mean over some of the samples, with another number to log.
 COUNTED = """{
         "loss": (F.cross_entropy(model(batch[0]), batch[1], weight=WEIGHT, reduction="sum"), (batch[1] > 1).sum()),
-        "seen": len(batch[1]),
+        "mean": (batch[0].sum(), len(batch[1])),
     }
 
 
 WEIGHT = torch.tensor([0.0, 0.0, 1.0, 1.0])"""
 
 
-@pytest.mark.parametrize("flags", ["--replicas 2", "--stages 2"])
+@pytest.mark.parametrize("flags", ["--replicas 2", pytest.param("--stages 2", marks=pytest.mark.soak)])
 def test_of_a_loss_that_counts_the_mean_in_eval_mode_is_compared(verify: Verify, flags: str) -> None:
     run = verify(script(loss=COUNTED), f"{flags} --steps 2")
     assert run.code == 0, run.out + run.err
     assert "with the loss in eval mode" in run.out
 
 
-@pytest.mark.parametrize("loss", [PLAIN["loss"], COUNTED], ids=["scalar", "counted"])
+@pytest.mark.parametrize(
+    "loss", [pytest.param(PLAIN["loss"], marks=pytest.mark.soak, id="scalar"), pytest.param(COUNTED, id="counted")]
+)
 def test_a_stream_is_asked_for_the_batch_in_hand(verify: Verify, loss: str) -> None:
     streamed = script(before="rows = list(zip(x, y)); stream = (row for row in rows)", loss=loss)
     streamed = streamed.replace("(x, y), 8", "stream, 8")

@@ -30,6 +30,7 @@ class Case:
     batch_size: int
     scheduler: LRScheduler | None = None
     clip_norm: float | None = None
+    asked: torch.Tensor | None = None  # what the model is called with, if not the first of the data
 
 
 def _numbers(*shape: int) -> torch.Tensor:
@@ -110,7 +111,7 @@ def tied_transformer() -> Case:
     words = torch.randint(50, (42, 9), generator=torch.Generator().manual_seed(9))
     model = Transformer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
-    return Case(model, optimizer, loss, (words,), 14)
+    return Case(model, optimizer, loss, (words,), 14, asked=words[:, :-1])
 
 
 class Branching(nn.Module):

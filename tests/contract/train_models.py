@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import torch
 from checksum import checksum
-from models import MODELS
+from models import MODELS, Case
 
 import paceline as pl
 from paceline.run_place import PLACE_VARIABLE, Place, Recording, find_place
@@ -41,18 +41,35 @@ def train(name: str, options: argparse.Namespace) -> None:
     losses: dict[int, float] = {}
     logged: dict[int, dict[str, float]] = {}
     data = case.data if len(case.data) > 1 else case.data[0]
+    predicted = predict_alone(trainer, case)
     for batch in trainer.batches(data, case.batch_size, epochs=EPOCHS, seed=3):
         number = trainer.steps
         losses[number] = trainer.step(batch)
         logged[number] = trainer.logged
         if options.save and trainer.steps == SAVE_AFTER:
             trainer.save(options.save / f"{name}.safetensors")
+        if trainer.steps == SAVE_AFTER:
+            predicted += predict_alone(trainer, case)
+    predicted += predict_alone(trainer, case, everywhere=True)
     # A device of a cut model has parts, which differ from those of the others.
     whole = find_place().strategy.devices == 1
     told = {"losses": losses, "checksum": checksum(case.model) if whole else None, "ledger": trainer.ledger.check()}
     told["logged"] = logged
     print(json.dumps({name: told}))
+    print(json.dumps({f"{name} predicts": predicted}))
     trainer.close()
+
+
+def predict_alone(trainer: pl.Trainer, case: Case, *, everywhere: bool = False) -> list[list[float]]:
+    """What the chief is answered, or the last process, or all of them; the others go on."""
+    place, before = find_place(), [module.training for module in case.model.modules()]
+    found = []
+    if everywhere or trainer.chief or place.rank == place.world - 1:
+        answer = trainer.predict(case.asked[:3] if case.asked is not None else case.data[0][:3])
+        assert not answer.requires_grad
+        found.append(answer.flatten().tolist())
+    assert [module.training for module in case.model.modules()] == before
+    return found
 
 
 def record_into(folder: Path, place: Place) -> None:

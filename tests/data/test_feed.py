@@ -52,6 +52,16 @@ class Counting(IterableDataset[int]):
             yield sample
 
 
+class Odd(IterableDataset[int]):
+    """Every second number, as of a stream that was split by rank."""
+
+    def __init__(self, begin: int) -> None:
+        self.begin = begin
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.begin, 8, 2))
+
+
 def commit_next(ledger: Ledger) -> None:
     lease = ledger.next()
     ledger.commit(lease, [range(lease.start, lease.stop)])
@@ -255,6 +265,17 @@ def test_committed_or_missing_positions_of_a_stream_are_refused_and_harm_nothing
     with pytest.raises(PacelineError, match="epoch 0 cannot be loaded: the run is in epoch 1"):
         feed.load(ledger, 0, range(20, 22))
     assert stream.begun == 1
+
+
+def test_a_stream_is_known_by_its_first_sample_which_is_read_and_not_lost() -> None:
+    stream, ledger = Counting(8), Ledger(length=None, batch_size=4)
+    feed = open_feed(stream)
+    assert feed.description() == feed.description()
+    assert (stream.begun, stream.given) == (1, 1)
+    assert feed.load(ledger, 0, range(4)).tolist() == [0, 1, 2, 3]
+    assert (stream.begun, feed.description()) == (1, open_feed(Counting(9)).description())
+    split = [open_feed(Odd(begin)).description() for begin in (0, 1)]
+    assert split[0] != split[1]
 
 
 def test_a_failure_inside_a_stream_never_passes_for_its_end() -> None:

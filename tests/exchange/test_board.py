@@ -5,7 +5,8 @@ import time
 import pytest
 
 from paceline.errors import Stalled
-from paceline.exchange.board import Board, HostWord, Kind, MemberLost, Phase, Word
+from paceline.exchange.board import Board, MemberLost
+from paceline.exchange.words import HostWord, Kind, Phase, Word
 
 
 @pytest.fixture

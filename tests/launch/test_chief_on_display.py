@@ -15,7 +15,8 @@ SCRIPT = """
 import json, os, signal, time
 import torch
 import paceline as pl
-from paceline.exchange.board import Board, Word
+from paceline.exchange.board import Board
+from paceline.exchange.words import Word
 
 place = pl.place()
 board = Board(place.board)

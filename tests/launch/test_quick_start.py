@@ -101,9 +101,12 @@ print(json.dumps([before, loaded(), told, torch.is_grad_enabled()]))
     assert grad
 
 
-def test_a_replica_starts_without_it(start: Start) -> None:
+@pytest.mark.parametrize("flags", ["--replicas 2", None], ids=["a replica", "the one process of verify"])
+def test_what_we_start_starts_without_it(flags: str | None, start: Start) -> None:
+    """And the garbage collector, which has rested while torch was loaded, works again and leaves torch alone."""
     script = """
-import json, sys
+import gc, json, sys
+before = gc.isenabled()
 import torch
 from torch import nn
 import paceline as pl
@@ -114,6 +117,9 @@ trainer = pl.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda 
 for batch in trainer.batches(torch.utils.data.TensorDataset(torch.randn(16, 4)), batch_size=8):
     trainer.step(batch)
 print(json.dumps({"compiler": "torch._dynamo" in sys.modules}))
+print(json.dumps({"collects": [before, gc.isenabled()], "left alone": gc.get_freeze_count()}))
 """
-    run = start(script, "--replicas 2").fine()
+    run = start(script, flags).fine()
     assert run.told("compiler") is False
+    assert run.told("collects") == [True, True]
+    assert run.told("left alone") > 100_000

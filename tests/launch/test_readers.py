@@ -18,7 +18,8 @@ MAIN = "import sys; from paceline.cli import main; sys.exit(main())"
 FLOOD = """
 import os, signal, sys, time
 from pathlib import Path
-from paceline.exchange.board import Board, HostWord
+from paceline.exchange.board import Board
+from paceline.exchange.words import HostWord
 from paceline.run_place import find_place
 
 place = find_place()

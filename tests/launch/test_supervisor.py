@@ -28,7 +28,8 @@ MAIN = "import sys; from paceline.cli import main; sys.exit(main())"
 PROLOGUE = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from paceline.exchange.board import Board, HostWord, Phase, Word
+from paceline.exchange.board import Board
+from paceline.exchange.words import HostWord, Phase, Word
 from paceline.run_place import find_place
 
 place = find_place()
@@ -304,6 +305,14 @@ def test_an_exception_whose_message_is_no_proper_text_is_shown(start: Start, kin
     assert run.err.startswith("paceline: replica 0 failed before its first step:\n")
     assert run.err.endswith("no file \\udc80.csv\n")
     assert run.err.count("Traceback") == (kind == "ValueError")
+
+
+def test_lines_of_a_log_are_whole_whichever_stream_they_came_by(start: Start) -> None:
+    pause = "time.sleep(0.3)"
+    one, other = 'print("one ", end="", flush=True)', 'print("other ", end="", file=sys.stderr, flush=True)'
+    rest = 'print("two"); print("three", file=sys.stderr); print("last", end="")'
+    run = start(f"import sys, time\n{one}; {pause}; {other}; {pause}; {rest}").end()
+    assert sorted(run.read("run/replica-0.log").splitlines()) == ["last", "one two", "other three"]
 
 
 def test_a_script_that_closes_its_stdout_disturbs_nobody(start: Start) -> None:

@@ -31,7 +31,8 @@ def test_another_process_sees_the_same_bytes_and_leaves_no_file() -> None:
     other = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert other.stdout.strip() == "[1.0, 2.0, 3.0, 4.0]"
     assert numbers.tolist() == [[2.0, 3.0], [4.0, 5.0]]
-    assert set(os.listdir("/dev/shm")) == before
+    made = set(os.listdir("/dev/shm")) - before  # by whoever: other tests may run at the same time
+    assert not [name for name in made if "paceline" in name or f"_{os.getpid()}_" in name]
     arena.close()
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from paceline.errors import ModelError
 from paceline.optim.batchnorm import Statistics, make_exact
 
 
@@ -85,6 +86,20 @@ class Doubled(nn.BatchNorm1d):
         return super().forward(x) * scale + 0.1 * frozen
 
 
+class Direct(nn.BatchNorm2d):
+    """Calls the operator itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.momentum is not None
+        statistics = (self.weight, self.bias, self.running_mean, self.running_var)
+        return torch.batch_norm(x, *statistics, self.training, self.momentum, eps=self.eps, cudnn_enabled=False)
+
+
+class Native(nn.BatchNorm2d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.native_batch_norm(x, None, None, None, None, self.training, 0.1, self.eps)[0]
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "1d": (lambda: nn.BatchNorm1d(5), (5,)),
     "1d, sequences": (lambda: nn.BatchNorm1d(5), (5, 7)),
@@ -97,6 +112,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "fp64": (lambda: nn.BatchNorm2d(5).double(), (5, 4, 3)),
     "fp64, not affine": (lambda: nn.BatchNorm2d(5, affine=False).double(), (5, 4, 3)),
     "fp64, a forward of its own": (lambda: Activated(5).double(), (5, 4, 3)),
+    "fp64, the operator itself": (lambda: Direct(5).double(), (5, 4, 3)),
     "fp64, more than torch's forward": (lambda: Doubled(5, momentum=None).double(), (5,)),
 }
 
@@ -173,3 +189,12 @@ def test_a_single_value_per_channel_has_no_variance() -> None:
     statistics.sum = lambda values: values
     with pytest.raises(ValueError, match="more than one value per channel"):
         model(torch.ones(1, 3))
+
+
+def test_a_forward_that_asks_for_the_statistics_of_its_part_is_refused() -> None:
+    model, statistics = Native(3), Statistics()
+    make_exact(model, statistics)
+    assert model(torch.ones(2, 3, 1, 1)).shape == (2, 3, 1, 1)
+    statistics.sum = lambda values: values
+    with pytest.raises(ModelError, match=r"model is 'native_batch_norm': .* or give --batchnorm local"):
+        model(torch.ones(2, 3, 1, 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conftest import Start
+from tests.conftest import Run, Start
 
 EVERYWHERE = ("--replicas 1", "--replicas 2", "--replicas 2 --servers 1", "--replicas 2 --servers 1 --in-graph")
 
@@ -35,38 +35,27 @@ def test_a_parameter_that_is_added_in_mid_run_is_refused(start: Start) -> None:
         )
 
 
-CYCLING = """
-import json, sys
+# With servers the last of it is refused: one launch of a strategy tells of all.
+TRAINING = """
+import json
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 import paceline as pl
 
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-make = {"SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "AdamW": lambda p: torch.optim.AdamW(p)}[sys.argv[1]]
-optimizer = make([{"params": model.parameters(), "name": "all", "scale": [1.0]}])
-scheduler = OneCycleLR(optimizer, max_lr=0.2, total_steps=12)
-trainer = pl.Trainer(model, optimizer, lambda model, x: model(x).square().mean(), scheduler=scheduler)
-data = torch.randn(48, 3, dtype=torch.float64)
-losses = [trainer.step(batch) for batch in trainer.batches(data, batch_size=4)]
-print(json.dumps({"losses": losses}))
-"""
+def cycle(make):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    optimizer = make([{"params": model.parameters(), "name": "all", "scale": [1.0]}])
+    scheduler = OneCycleLR(optimizer, max_lr=0.2, total_steps=12)
+    trainer = pl.Trainer(model, optimizer, lambda model, x: model(x).square().mean(), scheduler=scheduler)
+    data = torch.randn(48, 3, dtype=torch.float64)
+    losses = [trainer.step(batch) for batch in trainer.batches(data, batch_size=4)]
+    trainer.close()
+    return losses
 
-
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
-def test_a_cycle_of_rates_and_momenta_is_the_same_with_servers(optimizer: str, start: Start) -> None:
-    runs = [start(CYCLING, flags, optimizer) for flags in (None, "--replicas 2", "--replicas 2 --servers 2")]
-    plain, mirrored, servers = (run.fine().told("losses") for run in runs)
-    assert mirrored == pytest.approx(plain, rel=1e-9)
-    assert servers == pytest.approx(plain, rel=1e-9)
-
-
-FOURIER = """
-import json
-import torch
-from torch import nn
-import paceline as pl
+print(json.dumps({"a cycle of SGD": cycle(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))}))
+print(json.dumps({"a cycle of AdamW": cycle(torch.optim.AdamW)}))
 
 class Spectrum(nn.Module):
     def __init__(self):
@@ -89,15 +78,34 @@ for name, options in {"SGD": {"lr": 0.05, "momentum": 0.9}, "Adam": {"lr": 0.01}
 """
 
 
-def test_complex_parameters_are_trained_or_refused(start: Start) -> None:
-    plain, *mirrored = (start(FOURIER, flags) for flags in (None, "--replicas 1", "--replicas 2"))
-    servers = start(FOURIER, "--replicas 2 --servers 1")
-    plain.fine()
-    for run in mirrored:
-        run.fine()
-        for name in ("SGD", "Adam", "RMSprop"):
-            assert run.told(name) == pytest.approx(plain.told(name), rel=1e-12), name
-    assert servers.end().code == 1
+@pytest.fixture(scope="module")
+def plain(start: Start) -> Run:
+    return start(TRAINING, None).fine()
+
+
+@pytest.fixture(scope="module", params=["--replicas 1", "--replicas 2"])
+def mirrored(request: pytest.FixtureRequest, start: Start) -> Run:
+    return start(TRAINING, request.param).fine()
+
+
+@pytest.fixture(scope="module")
+def servers(start: Start) -> Run:
+    return start(TRAINING, "--replicas 2 --servers 2").end()
+
+
+@pytest.mark.parametrize("name", ["a cycle of SGD", "a cycle of AdamW"])
+def test_a_cycle_of_rates_and_momenta_is_the_same(name: str, mirrored: Run, servers: Run, plain: Run) -> None:
+    for run in (mirrored, servers):
+        assert run.told(name) == pytest.approx(plain.told(name), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "RMSprop"])
+def test_complex_parameters_are_trained(name: str, mirrored: Run, plain: Run) -> None:
+    assert mirrored.told(name) == pytest.approx(plain.told(name), rel=1e-12)
+
+
+def test_complex_parameters_are_refused_by_servers(servers: Run) -> None:
+    assert servers.code == 1
     assert servers.sentence.endswith(
         "model is 'weight': it is of type complex128; servers hold float32, float64, bfloat16, float16"
     )

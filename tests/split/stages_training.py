@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--noise", type=float, default=0.0)
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--samples", type=int, default=37)
     options = parser.parse_args()
 
     def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -67,7 +68,7 @@ def main() -> None:
     # In float64 the gradients that are nothing but rounding are too small for AdamW to make full steps of them.
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
-    data = tuple(torch.randint(WORDS, (37, LENGTH)) for _ in range(2))
+    data = tuple(torch.randint(WORDS, (options.samples, LENGTH)) for _ in range(2))
     model = Language(options.dropout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     trainer = pl.Trainer(model, optimizer, loss, clip_norm=0.5, accumulate=options.accumulate)

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import paceline as pl
 from paceline.errors import PacelineError
 from paceline.exchange.mailboxes import Peers
 from paceline.loop.returned_loss import read_loss
@@ -102,6 +103,55 @@ class Language(nn.Module):
         return self.head(x)
 
 
+class InPlace(nn.Module):
+    """As torchvision writes them: what a BatchNorm gives is changed at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 5, 3, padding=1), nn.Conv2d(5, 5, 3, padding=1)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(5) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.norms[0](self.first(x)), inplace=True)
+        found = self.norms[1](self.second(x))
+        found += x
+        return F.relu(found, inplace=True).mean((2, 3))
+
+
+class Residual(nn.Module):
+    """A weight both of whose dims are one: what a layer gives is added to what it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.square, self.last = nn.Linear(6, 9), nn.Linear(9, 9), nn.Linear(9, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        return self.last(x + self.square(x))
+
+
+class Deciding(nn.Module):
+    """Between two layers, something that decides by values and has weights and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.kept, self.last = nn.Linear(6, 9), pl.whole(Chosen()), nn.Linear(9, 9)
+        self.average = nn.BatchNorm1d(9, momentum=None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.kept(F.gelu(self.average(self.first(x)))))
+
+
+class Chosen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(9, 9), nn.BatchNorm1d(9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.inner(x)
+        return self.norm(found if found.sum() > 0 else found.square())
+
+
 class Images(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -131,6 +181,7 @@ def mlp(widths: list[int], *, norms: bool = False) -> nn.Module:
 
 TOKENS = torch.randint(0, 20, (4, 5), generator=torch.Generator().manual_seed(0))
 PICTURES = torch.randn(3, 3, 13, 13, generator=torch.Generator().manual_seed(0))
+ROWS = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
 
 
 def answered(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -145,6 +196,45 @@ def test_dims_have_names() -> None:
     assert found["blocks.0.fc1.weight"] == found["blocks.1.fc1.weight"] == "hidden embed"
     assert found["blocks.0.norm1.weight"] == "embed"
     assert found["head.weight"] == "out embed"
+
+
+class Grouped(nn.Module):
+    """Attention as published models write it: fewer keys than queries, a cache that is empty, a head of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(30, 16), nn.Parameter(torch.randn(1, 5, 16))
+        self.norm = nn.LayerNorm(16)
+        self.q, self.kv, self.o = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.gate_up, self.down = nn.Linear(16, 40), nn.Linear(20, 16)
+        self.head = nn.Linear(16, 30, bias=False)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.tokens(words) + self.places)
+        k, v = (part.view(2, 5, 2, 4).transpose(1, 2) for part in self.kv(x).chunk(2, -1))
+        k, v = (torch.cat([torch.tensor([]), part], -2) for part in (k, v))
+        k, v = (part[:, :, None].expand(2, 2, 2, 5, 4).reshape(2, 4, 5, 4) for part in (k, v))
+        q = self.q(x).view(2, 5, 4, 4).transpose(1, 2)
+        scores = (q @ k.transpose(-2, -1)).softmax(-1) @ v
+        x = self.norm(x + self.o(scores.transpose(1, 2).reshape(2, 5, 16)))
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.head(x + self.down(F.silu(gate) * up))
+
+
+def told_words(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(x).flatten(0, 1), x.flatten())
+
+
+def test_dims_of_an_attention_as_published_have_the_names_a_person_would_choose() -> None:
+    rows = dims_of(told_words, Grouped(), torch.randint(30, (2, 5)), {})["parameters"]
+    found = {row["parameter"]: row["dims"] for row in rows}
+    assert found["tokens.weight"] == found["head.weight"] == "vocab embed"
+    assert found["places"] == "1 length embed"
+    assert found["q.weight"] == "heads·groups·width embed"
+    assert found["kv.weight"] == "parts·heads·width embed"
+    assert found["o.weight"] == "embed heads·groups·width"
+    assert found["gate_up.weight"] == "parts·hidden embed"
+    assert found["down.weight"] == "embed hidden"
 
 
 def test_names_can_be_given_by_pattern() -> None:
@@ -238,9 +328,24 @@ def compare(build: object, x: torch.Tensor, mesh: dict[str, int], layout: dict[s
         (encoder, TOKENS, {"model": 3}, {"hidden": "model", "heads": "model", "out": "model"}),
         (Images, PICTURES, {"model": 2}, {"channels": "model"}),
         (Images, PICTURES, {"a": 2, "b": 2}, {"channels": "a", "channels2": "b"}),
+        (InPlace, PICTURES, {"model": 2}, {"channels": "model"}),
+        (Residual, ROWS, {"model": 2}, {"hidden": "model"}),
+        (Deciding, ROWS, {"model": 2}, {"out": "model"}),
     ],
-    ids=["heads", "uneven", "tied vocab", "two axes", "torch's encoder", "channels", "channels on two axes"],
+    ids=[
+        "heads",
+        "uneven",
+        "tied vocab",
+        "two axes",
+        "torch's encoder",
+        "channels",
+        "channels on two axes",
+        "in place",
+        "a square weight",
+        "kept whole",
+    ],
 )
+@pytest.mark.filterwarnings("ignore:layout")  # what stays whole is told
 def test_a_cut_model_computes_the_same(
     build: object, x: torch.Tensor, mesh: dict[str, int], layout: dict[str, str]
 ) -> None:
@@ -267,6 +372,7 @@ def test_a_dropout_module_on_parts_drops_nothing_in_an_evaluation() -> None:
         torch.testing.assert_close(answer, whole.eval()(x).detach())
 
 
+@pytest.mark.filterwarnings("ignore:layout")
 @settings(max_examples=10, deadline=None)
 @given(
     widths=st.lists(st.integers(2, 9), min_size=2, max_size=5),

@@ -102,4 +102,4 @@ def test_a_trainer_predicts(start: Start, flags: str) -> None:
 
 def test_servers_do_not_predict(start: Start) -> None:
     run = start(TRAINING, "--replicas 1 --servers 1").end()
-    assert run.sentence == "predictor is 'with servers': save the model and open it with pl.load"
+    assert run.sentence == ("predictor is 'with servers': call trainer.predict, or save the model and use pl.load")

@@ -6,7 +6,9 @@ import os
 import signal
 import threading
 import time
+from collections import UserDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +26,8 @@ from paceline.errors import DataError, InvalidInput, ModelError, StrategyError
 from paceline.exchange.board import Board
 from paceline.exchange.mailboxes import BOX_BYTES, Peers
 from paceline.memory.arena import Arena
+from paceline.split.stage_schedule import order
 from paceline.split.stages.micro_batches import micro_batches
-from paceline.split.stages.schedule import order
 from paceline.split.values import Stages
 
 SCRIPT = Path(__file__).with_name("stages_training.py")
@@ -319,6 +321,19 @@ def test_a_batch_is_cut_along_the_samples_alone(length: int, count: int) -> None
         assert len(piece["weights"]) == length + 1
 
 
+@dataclass(frozen=True)
+class Pair:
+    x: torch.Tensor
+    name: str = "pair"
+
+
+def test_a_dataclass_of_samples_is_cut_too() -> None:
+    pieces = micro_batches({"pair": Pair(torch.arange(5)), "more": UserDict(y=torch.ones(5, 2))}, 2)
+    assert [piece["pair"].x.tolist() for piece, _ in pieces] == [[0, 1, 2], [3, 4]]
+    assert [tuple(piece["more"]["y"].shape) for piece, _ in pieces] == [(3, 2), (2, 2)]
+    assert pieces[0][0]["pair"].name == "pair"
+
+
 def test_what_the_first_device_decides_reaches_all_devices_of_all_replicas() -> None:
     board = Board.create(6, supervised=False)
     descriptor = os.memfd_create("test-peers")
@@ -448,10 +463,13 @@ def test_runs_train_and_evaluate_as_one_process_does_and_save_what_plain_torch_l
         run.assert_nothing_left()
 
 
+ONE_SHAPE = "--samples 32"  # of all micro-batches, four of 4 samples: every other shape would be captured
+
+
 def test_random_numbers_do_not_depend_on_where_the_model_is_cut(start: Start) -> None:
     """Dropout in one stage or in two, and noise that the loss draws before it calls the model and uses after."""
     runs = [
-        start(SCRIPT, f"--micro-batches 3 {flags}", "--dropout 0.5 --noise 0.1 --epochs 1")
+        start(SCRIPT, f"--micro-batches 4 {flags}", f"{ONE_SHAPE} --dropout 0.5 --noise 0.1 --epochs 1")
         for flags in ("--stages 1", "--stages 2 --cut-at blocks.1")
     ]
     whole, cut = (run.fine() for run in runs)
@@ -460,7 +478,7 @@ def test_random_numbers_do_not_depend_on_where_the_model_is_cut(start: Start) ->
 
 
 def test_a_killed_device_ends_the_run_with_one_sentence(start: Start) -> None:
-    run = start(SCRIPT, "--stages 2 --micro-batches 4", "--epochs 100000")
+    run = start(SCRIPT, "--stages 2 --micro-batches 4", f"{ONE_SHAPE} --epochs 100000")
     end = time.monotonic() + 60
     while not list(run.folder.glob("steps-of-1")):
         assert time.monotonic() < end

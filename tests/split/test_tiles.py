@@ -42,7 +42,16 @@ def measure() -> Iterator[Measure]:
     script = Path(__file__).with_name("tiles_device.py")
     devices = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(script), str(rank), *map(str, descriptors)],
+            [
+                sys.executable,
+                "-W",
+                "ignore",
+                "-m",
+                "paceline.launch.script",
+                str(script),
+                str(rank),
+                *map(str, descriptors),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

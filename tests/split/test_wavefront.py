@@ -7,12 +7,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cell_models import MODELS, Stack, loss
 from conftest import MAIN, Run, Start
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -40,15 +43,21 @@ def mailboxes(count: int) -> int:
     return descriptor
 
 
-@pytest.fixture(scope="module")
-def measure() -> Iterator[Measure]:
-    """`measure(case)` lets real processes compute a case, and fails unless all are close to one process."""
+@contextmanager
+def devices_of(script: str, close: Mapping[str, float]) -> Iterator[Measure]:
+    """Gives a function that lets real processes compute a case, and fails unless all are close to one process."""
     board = Board.create(MOST_DEVICES, supervised=False)
     descriptors = [board.descriptor, *(mailboxes(count) for count in range(1, MOST_DEVICES + 1))]
-    script = Path(__file__).with_name("wavefront_device.py")
     devices = [
         subprocess.Popen(
-            [sys.executable, str(script), str(rank), *map(str, descriptors)],
+            [
+                sys.executable,
+                "-m",
+                "paceline.launch.script",
+                str(Path(__file__).with_name(script)),
+                str(rank),
+                *map(str, descriptors),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -67,7 +76,7 @@ def measure() -> Iterator[Measure]:
             assert "failed" not in answer, f"device {rank}: {answer['failed']}"
             for name, distance in answer.get("distances", {}).items():
                 assert distance is not None, f"device {rank} has no {name}, or one process has none"
-                assert distance < CLOSE[case["dtype"]], f"device {rank}: {name} is {distance} away"
+                assert distance < close[case["dtype"]], f"device {rank}: {name} is {distance} away"
         assert sum("distances" in answer for answer in answers) == case["devices"]
 
     yield measured
@@ -76,6 +85,18 @@ def measure() -> Iterator[Measure]:
         assert device.returncode == 0
     for descriptor in descriptors:
         os.close(descriptor)
+
+
+@pytest.fixture(scope="module")
+def measure() -> Iterator[Measure]:
+    with devices_of("wavefront_device.py", CLOSE) as measured:
+        yield measured
+
+
+@pytest.fixture(scope="module")
+def measure_cells() -> Iterator[Measure]:
+    with devices_of("cells_device.py", {"float64": 1e-12}) as measured:
+        yield measured
 
 
 @st.composite
@@ -127,19 +148,47 @@ def test_there_may_be_more_blocks_than_a_mailbox_holds(measure: Measure) -> None
     measure({**case, **sizes, **others, "lengths": [], "frozen": [], "dtype": "float64", "seed": 0})
 
 
+# ── cells in a loop ──────────────────────────────────────────────────────────────────────────────────────────
+
+LSTM_CELLS = ["words.weight", "cells.1.weight_hh", "cells.2.weight_ih"]
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "time_block", "shapes", "frozen"),
+    [
+        ("LSTM cells", 2, 2, [(3, 7), (2, 4), (3, 7)], LSTM_CELLS),
+        ("GRU cells", 3, 2, [(3, 6), (4, 2)], []),  # the second has one time step, so nothing repeats
+        ("handmade", 3, 1, [(2, 4)], ["firsts"]),
+        ("attending", 2, 2, [(3, 5)], []),
+        ("fed back", 2, 1, [(3, 4)], []),
+        ("normed", 2, 2, [(4, 5), (3, 5)], []),
+    ],
+)
+def test_cells_in_a_loop_train_predict_and_draw_as_in_one_process(
+    model: str, devices: int, time_block: int, shapes: list[tuple[int, int]], frozen: list[str], measure_cells: Measure
+) -> None:
+    case = {"model": model, "devices": devices, "time_block": time_block, "shapes": shapes, "frozen": frozen}
+    measure_cells({**case, "dtype": "float64", "seed": 3})
+
+
 # ── whole runs ───────────────────────────────────────────────────────────────────────────────────────────────
 
 TRANSLATE = Path(__file__).with_name("translate.py")
 
 
-@pytest.fixture(scope="module")
-def one_process(start: Start) -> Run:
-    return start(TRANSLATE, None, "--dropout 0.2").fine()
+@pytest.fixture(scope="module", params=["", " --cells"])
+def options(request: pytest.FixtureRequest) -> str:
+    return "--dropout 0.2" + str(request.param)
 
 
 @pytest.fixture(scope="module")
-def in_waves(start: Start) -> Run:
-    return start(TRANSLATE, "--wavefront 2 --time-block 2", "--dropout 0.2").fine()
+def one_process(start: Start, options: str) -> Run:
+    return start(TRANSLATE, None, options).fine()
+
+
+@pytest.fixture(scope="module")
+def in_waves(start: Start, options: str) -> Run:
+    return start(TRANSLATE, "--wavefront 2 --time-block 2", options).fine()
 
 
 def test_an_encoder_and_decoder_with_dropout_train_as_in_one_process(one_process: Run, in_waves: Run) -> None:
@@ -153,18 +202,19 @@ def test_an_encoder_and_decoder_with_dropout_train_as_in_one_process(one_process
     in_waves.assert_nothing_left()
 
 
-def test_what_was_saved_resumes_in_one_process(start: Start, in_waves: Run, tmp_path: Path) -> None:
+def test_what_was_saved_resumes_in_one_process(start: Start, options: str, in_waves: Run, tmp_path: Path) -> None:
     for path in in_waves.folder.glob("translator.*"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    resumed = start(TRANSLATE, None, "--dropout 0.2 --resume", folder=tmp_path).fine()
+    resumed = start(TRANSLATE, None, f"{options} --resume", folder=tmp_path).fine()
     assert resumed.told("losses") == pytest.approx(in_waves.told("losses")[3:], rel=1e-5)
     assert resumed.told("right") == pytest.approx(in_waves.told("right"), rel=1e-5)
 
 
 @pytest.mark.soak
-def test_two_replicas_of_two_devices_are_verified(tmp_path: Path) -> None:
+@pytest.mark.parametrize("arguments", [[], ["--", "--cells"]])
+def test_two_replicas_of_two_devices_are_verified(arguments: list[str], tmp_path: Path) -> None:
     flags = ["--wavefront", "2", "--replicas", "2", "--time-block", "3", "--steps", "3", "--json"]
-    verified = Run(tmp_path, sys.executable, "-c", MAIN, "verify", str(TRANSLATE), *flags).fine()
+    verified = Run(tmp_path, sys.executable, "-c", MAIN, "verify", str(TRANSLATE), *flags, *arguments).fine()
     verdict = json.loads(verified.out.splitlines()[-1])
     assert verdict["equal"]
 
@@ -202,6 +252,28 @@ BIDIRECTIONAL = (
     "done; make it unidirectional, or cut the model by --stages"
 )
 NOT_STACKED = "wavefront is 2: the model has no nn.LSTM, nn.GRU or nn.RNN of several layers (num_layers=2 or more)"
+NO_CELL = ", and its graph has no cell that a loop uses again at every step either"
+
+
+def in_a_row(**modules: nn.Module) -> nn.Sequential:
+    return nn.Sequential(OrderedDict(modules))
+
+
+class Carried(nn.Module):
+    """States of all steps lie in one tensor, which every step reads and writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.ModuleList([nn.GRUCell(3, 3) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        states = x.new_zeros(2, x.size(1) + 1, len(x), 3)
+        for step in range(x.size(1)):
+            below = x[:, step]
+            for number, cell in enumerate(self.cells):
+                below = cell(below, states[number, step].clone())
+                states[number, step + 1] = below
+        return states
 
 
 @pytest.mark.parametrize(
@@ -213,8 +285,15 @@ NOT_STACKED = "wavefront is 2: the model has no nn.LSTM, nn.GRU or nn.RNN of sev
             2,
             f"wavefront is 'low': {BIDIRECTIONAL}",
         ),
-        (lambda: model(fc=nn.Linear(3, 4)), 2, NOT_STACKED),
-        (lambda: model(rnn=nn.LSTM(3, 4)), 2, f"{NOT_STACKED}, 'rnn' has one"),
+        (lambda: in_a_row(fc=nn.Linear(3, 4)), 2, NOT_STACKED + NO_CELL),
+        (lambda: in_a_row(rnn=nn.LSTM(3, 4)), 2, f"{NOT_STACKED}, 'rnn' has one{NO_CELL}"),
+        (lambda: in_a_row(rnn=nn.LSTM(3, 4, bidirectional=True)), 2, f"wavefront is 'rnn': {BIDIRECTIONAL}"),
+        (
+            Carried,
+            2,
+            "wavefront is 'new_zeros in the model': it is changed in place in one step of a loop and read in the next; "
+            "collect the steps in a list, and torch.stack them",
+        ),
         (
             lambda: model(encoder=nn.LSTM(3, 4, 4), decoder=nn.RNN(3, 4, 2)),
             3,
@@ -239,8 +318,23 @@ def test_a_model_that_cannot_be_cut_so_is_refused_with_a_sentence(
 ) -> None:
     cut = WavefrontCut(Wavefront(parts=parts), peers(parts))
     with pytest.raises(InvalidInput) as refused:
-        cut.prepare(call_model, make(), ((), {}))
+        cut.prepare(call_model, make(), ((torch.zeros(2, 3, 3),), {}))
     assert str(refused.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("make", "layers"), [(lambda: Stack(nn.LSTMCell, 1), "1 layer"), (MODELS["fed back"], "2 layers")]
+)
+def test_fewer_layers_than_devices_are_refused_with_a_sentence(
+    make: Callable[[], nn.Module], layers: str, peers: Callable[[int], Peers]
+) -> None:
+    cut = WavefrontCut(Wavefront(parts=3), peers(3))
+    with pytest.raises(InvalidInput) as refused:
+        cut.prepare(loss, make(), torch.zeros(2, 4, dtype=torch.int64))
+    assert str(refused.value) == (
+        f"wavefront is 3: the cells that its loop uses at every step are {layers}, of which none depends on one above "
+        "it; give at most that many"
+    )
 
 
 def test_a_call_that_cannot_be_cut_so_is_refused_with_a_sentence(peers: Callable[[int], Peers]) -> None:
@@ -264,7 +358,7 @@ for batch in trainer.batches(torch.zeros(4, 3), batch_size=2):
 """
     run = start(script, "--wavefront 2").end()
     assert run.code != 0
-    assert run.sentence.endswith(NOT_STACKED)
+    assert run.sentence.endswith(NOT_STACKED + NO_CELL)
 
 
 def test_a_model_that_is_cut_again_uses_the_new_devices(peers: Callable[[int], Peers]) -> None:

@@ -30,6 +30,36 @@ class Translator(nn.Module):
         return self.project(self.drop(self.attend(decoded)[0]))
 
 
+class TranslatorOfCells(nn.Module):
+    """The same idea in loops over time: every layer of the decoder begins where that of the encoder ended, and attends
+    to what the encoder has left."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.encoder = nn.ModuleList([nn.LSTMCell(WIDTH, WIDTH) for _ in range(2)])
+        self.decoder = nn.ModuleList([nn.LSTMCell(WIDTH, WIDTH) for _ in range(2)])
+        self.drop = nn.Dropout(dropout)
+        self.project = nn.Linear(2 * WIDTH, WORDS)
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        zeros = self.words.weight.new_zeros(len(source), WIDTH)
+        states = [(zeros, zeros)] * 2
+        left = torch.stack([self.climb(self.encoder, x, states) for x in self.words(source).unbind(1)], 1)
+        found = []
+        for x in self.words(target).unbind(1):
+            top = self.climb(self.decoder, x, states)
+            weights = torch.bmm(left, top.unsqueeze(2)).softmax(1)
+            found.append(self.project(torch.cat([top, (left * weights).sum(1)], 1)))
+        return torch.stack(found, 1)
+
+    def climb(self, cells: nn.ModuleList, x: torch.Tensor, states: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
+        for number, cell in enumerate(cells):
+            states[number] = cell(x, states[number])
+            x = self.drop(states[number][0])
+        return x
+
+
 def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     source, target = batch
     found = model(source, target[:, :-1])
@@ -46,9 +76,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--cells", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(0)
-    model = Translator(options.dropout)
+    model = (TranslatorOfCells if options.cells else Translator)(options.dropout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     trainer = pl.Trainer(model, optimizer, loss, clip_norm=1.0)
     if options.resume:

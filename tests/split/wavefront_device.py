@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from paceline.split.values import Wavefront
 from paceline.split.wavefront import WavefrontCut
 
 TIMEOUT_S = 60.0
+Distances = Callable[[dict[str, Any], Peers], dict[str, float | None]]
 
 
 def make(case: dict[str, Any]) -> tuple[nn.RNNBase, dict[str, Any]]:
@@ -103,8 +105,10 @@ def distances(case: dict[str, Any], peers: Peers) -> dict[str, float | None]:
     return found
 
 
-def main(rank: int, board: Board, arenas: list[Arena]) -> None:
+def serve(rank: int, board_descriptor: int, *descriptors: int, distances: Distances) -> None:
+    """Answers every case with the distances that are found for it, as one device of as many as the case asks for."""
     torch.set_num_threads(1)
+    board, arenas = Board(board_descriptor), [Arena.of(descriptor) for descriptor in descriptors]
     peers = {
         count: Peers(arena, board, rank, rank, count, TIMEOUT_S)
         for count, arena in enumerate(arenas, start=1)
@@ -122,5 +126,4 @@ def main(rank: int, board: Board, arenas: list[Arena]) -> None:
 
 
 if __name__ == "__main__":
-    number, board_descriptor, *descriptors = map(int, sys.argv[1:])
-    main(number, Board(board_descriptor), [Arena.of(descriptor) for descriptor in descriptors])
+    serve(*map(int, sys.argv[1:]), distances=distances)

@@ -25,7 +25,15 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]
     store = tmp_path_factory.mktemp("group") / "store"
     processes = [
         subprocess.Popen(
-            [sys.executable, str(HERE / "group_cases.py"), str(rank), str(RANKS), str(store)],
+            [
+                sys.executable,
+                "-m",
+                "paceline.launch.script",
+                str(HERE / "group_cases.py"),
+                str(rank),
+                str(RANKS),
+                str(store),
+            ],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

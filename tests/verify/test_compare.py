@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from paceline.errors import PacelineError
 from paceline.verify.compare import compare
-from paceline.verify.precision import largest_gain
+from paceline.verify.gain import Gain
 from paceline.verify.recorded import answer_file, step_file
 
 
@@ -136,21 +136,50 @@ def test_a_given_tolerance_holds_for_everything(tmp_path: Path) -> None:
     assert compare(a, b, 1e-3, dtype="float64").equal
 
 
-def test_a_parameter_may_be_off_by_what_adam_makes_of_the_rounding_of_its_gradient_and_no_more(tmp_path: Path) -> None:
-    """A gradient that is zero in exact arithmetic has no digits: 3e-17 and -1e-17 are the same."""
-    gain = str(largest_gain([{"lr": 0.01, "eps": 1e-8}]))
-    a = recording(tmp_path / "a", wide(step(gradient=3e-17)), gain=gain)
-    fine, wrong = (
-        recording(
-            tmp_path / str(off),
-            wide(step(gradient=-1e-17)) | {"model/w": torch.tensor([2 + off, 3.0], dtype=torch.float64)},
-        )
-        for off in (5e-11, 2e-10)
-    )
-    assert compare(a, fine, dtype="float64").equal
-    verdict = compare(a, wrong, dtype="float64")
+SMALL = 1e-6  # of a tensor whose gradients are small among those of the model
+
+
+def adam(folder: Path, noise: float, *, wrong: float = 0.0, lr: float = 1e-3) -> Path:
+    """Six steps of torch's own Adam. One element's gradient is zero in exact arithmetic; `noise` is what rounding adds
+    to each, and `wrong` the relative mistake in one element of the small tensor."""
+    drawn = torch.Generator().manual_seed(1)
+    rounding = torch.Generator().manual_seed(int(noise * 1e20))
+    model = torch.nn.ParameterDict({"large": torch.ones(4, 8), "small": torch.ones(8)}).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    steps = []
+    for _ in range(6):
+        for name, parameter in model.items():
+            gradient = torch.randn(parameter.shape, generator=drawn, dtype=torch.float64) * (name == "large" or SMALL)
+            gradient.view(-1)[0] = 0.0
+            gradient.view(-1)[1] *= 1 + wrong * (name == "small")
+            parameter.grad = gradient + noise * torch.randn(parameter.shape, generator=rounding, dtype=torch.float64)
+        optimizer.step()
+        tensors = {"loss": torch.ones((), dtype=torch.float64)}
+        for name, parameter in model.items():
+            tensors |= {f"gradient/{name}": parameter.grad.clone(), f"model/{name}": parameter.detach().clone()}
+            tensors |= {f"optimizer/{name}/{key}": it.clone() for key, it in optimizer.state[parameter].items()}
+        steps.append(tensors)
+    return recording(folder, *steps, gain=Gain.of(optimizer.param_groups).note())
+
+
+def test_what_adam_makes_of_the_rounding_of_gradients_is_equal(tmp_path: Path) -> None:
+    """Of a gradient that is nothing but rounding too, which decides where the step goes."""
+    a, b = adam(tmp_path / "a", 1e-14), adam(tmp_path / "b", 2e-14)
+    verdict = compare(a, b, dtype="float64")
+    assert verdict.equal, str(verdict.first)
+    for number in range(6):
+        save_file(load_file(a / step_file(number)), a / step_file(number), {"gain": "{}"})
+    assert not compare(a, b, dtype="float64").equal  # so there was something to explain
+
+
+def test_a_mistake_of_a_millionth_in_a_gradient_or_in_the_rate_is_found_under_adam(tmp_path: Path) -> None:
+    a = adam(tmp_path / "a", 1e-14)
+    verdict = compare(a, adam(tmp_path / "b", 2e-14, wrong=1e-6), dtype="float64")
     assert verdict.first is not None
-    assert verdict.first.tensor == "model/w"
+    assert (verdict.first.step, verdict.first.tensor) == (0, "gradient/small")
+    verdict = compare(a, adam(tmp_path / "c", 2e-14, lr=1e-3 * (1 + 1e-6)), dtype="float64")
+    assert verdict.first is not None
+    assert (verdict.first.step, verdict.first.tensor) == (0, "model/large")
 
 
 # ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from paceline.exchange.board import Board, HostWord, Phase, Word
+from paceline.exchange.board import Board
+from paceline.exchange.words import HostWord, Phase, Word
 from paceline.watch.display import LiveDisplay, Meter, PlainDisplay, Progress, ReplicaTimes, choose_display, draw
 
 

@@ -9,7 +9,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from paceline.exchange.board import Board, Phase, Word
+from paceline.exchange.board import Board
+from paceline.exchange.words import Phase, Word
 from paceline.watch.events import AppendFile, EventLog, StallWatch, innermost_frames
 
 

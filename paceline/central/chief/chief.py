@@ -29,6 +29,7 @@ from functools import partial
 import msgspec
 
 from paceline.central.chief.books import Books
+from paceline.central.chief.closing import close_of
 from paceline.central.chief.members import ReplicaMembers
 from paceline.central.chief.open_books import OpenBooks
 from paceline.central.chief.open_step import OpenStep
@@ -37,7 +38,7 @@ from paceline.central.chief.reservations import Reservations
 from paceline.central.chief.tasks import TaskKey, Tasks
 from paceline.central.chief.tickets import Close, End, OpenTicket, Outcome, Wait, Work
 from paceline.data.book import Book, Runs, merged
-from paceline.loss_value import LossPart, check_alike, nothing_counted, over_samples
+from paceline.loss_value import LossPart
 from paceline.rules import Async, Rule, Sync
 
 
@@ -357,26 +358,8 @@ class Chief:
     def _begin_closing(
         self, tickets: Sequence[OpenTicket], rule: Async | None = None, compensation: float = 0.0
     ) -> Close:
-        ordered = sorted(tickets, key=lambda ticket: (ticket.work.epoch, ticket.work.runs[0].start))
-        sizes = [ticket.samples for ticket in ordered]
-        samples, loss = sum(sizes), self._mean([ticket.loss for ticket in ordered], sizes)
-        assert loss.loss is not None
-        of = samples if loss.loss.count is None else loss.loss.count
-        accepted = [ticket.accepted(self.step, of, rule) for ticket in ordered]
-        lr = rule.lr if rule is not None else 1.0
-        mean = loss.loss.mean
-        close = Close(self.step, ordered[0].chapter, samples, mean, accepted, lr, compensation, loss.means)
-        self._closing = close
-        return close
-
-    def _mean(self, parts: Sequence[LossPart], samples: Sequence[int]) -> LossPart:
-        """Return what the losses of tickets of so many samples come to."""
-        check_alike(parts)
-        loss = over_samples([part.loss for part in parts if part.loss is not None], samples)
-        if loss.count == 0:
-            raise nothing_counted(self.step)
-        logged = {name: over_samples([part.logged[name] for part in parts], samples) for name in parts[0].logged}
-        return LossPart(loss, logged=logged)
+        self._closing = close_of(self.step, tickets, rule, compensation)
+        return self._closing
 
     def closed(self, close: Close) -> None:
         """Count a step that all servers have made."""
@@ -423,6 +406,11 @@ class Chief:
             self._reported.extend(step.reported)
         while self._reported and not rule.is_async:
             self._too_late(self._reported.popleft())
+
+    @property
+    def open_step(self) -> OpenStep | None:
+        """Return the step that is being computed, under a sync rule."""
+        return self._open
 
     def waits(self, replica: int) -> str:
         """Return what a replica that has reported waits for, in words."""

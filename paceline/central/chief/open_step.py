@@ -86,6 +86,19 @@ class OpenStep:
         """Return how many more tickets these helpers could take; `free`: samples that nobody has."""
         return min(len(self.without_ticket(helpers)), len(self.parts) + -(-free // self.size))
 
+    def lacks_for(self, replica: int) -> set[int]:
+        """Return whom a replica waits for that wants a part of it, and has none because there is none left."""
+        if not self.exact or self.parts or self.of(replica) is not None:
+            return set()
+        return {ticket.replica for ticket in self.tickets if not ticket.pushed}
+
+    def held_up_by(self, replica: int) -> set[int]:
+        """Return who has reported, and waits for the part that this replica has."""
+        own = self.of(replica)
+        if not self.exact or own is None or own.pushed:
+            return set()
+        return {ticket.replica for ticket in self.tickets if ticket.pushed}
+
     def waits_for(self, members: Collection[int]) -> str:
         """Return whom it waits for, in words."""
         missing = sorted(ticket.replica for ticket in self.tickets if not ticket.pushed) or sorted(

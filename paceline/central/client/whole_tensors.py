@@ -17,6 +17,7 @@ from paceline.central.shards import DTYPES, Shards
 from paceline.net.frames import Channel
 
 ROWS_AT_ONCE = 1 << 18  # of a table, in one request
+LOOKS = 4  # at servers that make steps meanwhile, before they are asked to keep a copy
 
 State = dict[str, Any]  # of one parameter
 
@@ -37,6 +38,10 @@ class WholeTensors:
         self._tables = shards.spec.tables
         self._container = container
         self._others = others
+        self._flats: list[torch.Tensor] = []  # by server: what was looked at last
+        self._flat_steps: list[int | None] = [None] * len(servers)  # after which step that was
+        self._now: dict[str, torch.Tensor] = {}  # the parameters in there,
+        self._known: int | None = None  # after this step
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -53,6 +58,38 @@ class WholeTensors:
     def parameters(self, copy: Copied) -> dict[str, torch.Tensor]:
         """Return the parameters of a frozen copy, by name."""
         return self._read(self._of(copy, "parameters"))[0]
+
+    def parameters_now(self, at_least: int) -> dict[str, torch.Tensor]:
+        """Return the parameters by name, all after one and the same step, and after at least so many."""
+        for _ in range(LOOKS):
+            steps = [self._look(number, at_least) for number in range(len(self._servers))]
+            if len(set(steps)) == 1:
+                if steps[0] != self._known:
+                    self._now, self._known = self._whole(self._flats), steps[0]
+                return self._now
+            at_least = max(steps)  # a step was made meanwhile
+        copy = self.freeze()  # they are made too fast
+        found = self.parameters(copy)
+        self.thaw(copy)
+        return found
+
+    def forget(self) -> None:
+        """The parameters may be others than those that were looked at, after the same step."""
+        self._known, self._flat_steps = None, [None] * len(self._servers)
+
+    def _look(self, number: int, at_least: int) -> int:
+        """Have what one server holds now; return after which step."""
+        if not self._flats:
+            self._flats = [torch.empty(layout.bytes, dtype=torch.uint8) for layout in self._shards.layouts]
+
+        def read(channel: Channel[replies.Reply], length: int) -> None:
+            if length:
+                channel.read_body(bytes_of(self._flats[number]))
+
+        request = requests.Look(container=self._container, at_least=at_least, known=self._flat_steps[number])
+        step = int(self._servers[number].wait(request, replies.Pulled, read=read).step)
+        self._flat_steps[number] = step
+        return step
 
     def extras(self, copy: Copied) -> dict[str, torch.Tensor]:
         """Return the model's buffers and the parameters that are not trained, by name, of a frozen copy."""
@@ -132,6 +169,10 @@ class WholeTensors:
             flat = torch.empty(layout.bytes, dtype=torch.uint8)
             told.append(server.call(request, replies.Tensors, read=into(flat)))
             flats.append(flat)
+        return self._whole(flats), told
+
+    def _whole(self, flats: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the tensors of which each server has a share in its flat buffer."""
         found = {}
         for tensor in self._shards.spec.tensors:
             whole = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
@@ -139,7 +180,7 @@ class WholeTensors:
                 values = slot_of(flats[part.server], self._shards.layouts[part.server], part.slot)
                 whole.view(-1)[part.start : part.stop] = values
             found[tensor.name] = whole
-        return found, told
+        return found
 
     # ── giving ───────────────────────────────────────────────────────────────────────────────────────────
 

@@ -271,6 +271,12 @@ class Container:
             self.not_pulled.discard(replica)
             return self.step, place
 
+    def look(self, known: int | None) -> tuple[int, torch.Tensor | None]:
+        """Return the step and a copy of the parameters after it, unless they are those after `known` steps. Nobody
+        trains on them, so nothing is remembered."""
+        with self.lock:
+            return self.step, None if self.step == known else self.arena.parameters.clone()
+
     def forget_pulled(self) -> None:
         """Correct nothing by what replicas have pulled until they pull again: that went with the process."""
         self.not_pulled.update(range(self.settings.replicas))

@@ -184,6 +184,18 @@ class ContainerTraining:
 
         return self._answer(request, look, at_once=request.at_once)
 
+    def lacks_for(self, replica: int) -> set[int]:
+        """Return the replicas without whose reports this one, which asks for work, gets none."""
+        with self._changed:
+            step = self.state.chief.open_step
+            return step.lacks_for(replica) if step is not None else set()
+
+    def held_up_by(self, replica: int) -> set[int]:
+        """Return the replicas that have reported, and hear of it only when this one has too."""
+        with self._changed:
+            step = self.state.chief.open_step
+            return step.held_up_by(replica) if step is not None else set()
+
     def _work_for(self, request: Ask) -> Work | Wait | End:
         check_ask(request)
         if request.call is not None:

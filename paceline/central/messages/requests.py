@@ -102,6 +102,14 @@ class Pull(_OfContainer, frozen=True, kw_only=True):
     wire: str
 
 
+class Look(_OfContainer, frozen=True, kw_only=True):
+    """The parameters after at least `at_least` steps, to compute with and not to train on. Reply's body: all of them,
+    or nothing if they are those after `known` steps."""
+
+    at_least: int
+    known: int | None = None
+
+
 class PullRows(_OfContainer, frozen=True, kw_only=True):
     """Rows of a table after at least `at_least` steps. Body: their numbers on this server. Reply's body: values."""
 
@@ -278,7 +286,7 @@ class Forget(_OfShare, frozen=True, kw_only=True):
 Greeting = Hello | Proof
 OfReplica = Open | Fill | Push | Pull | PullRows | PutRows | Ask | Report | Task | TaskDone | GiveBack | Leave
 OfTraining = Stop | SetRule | Freeze | Thaw | Restore | Apply | Drop | Copy  # as a whole
-Reading = ReadBuffers | Describe | ReadFrozen | ReadBooks | Containers
+Reading = ReadBuffers | Look | Describe | ReadFrozen | ReadBooks | Containers
 OfAnotherServer = KeepWhole | Keep | Fetch | Forget  # about its share
 Request = Greeting | OfReplica | OfTraining | Reading | OfAnotherServer
 REQUESTS = msgspec.msgpack.Decoder(Request)

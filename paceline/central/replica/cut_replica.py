@@ -7,7 +7,8 @@ and tells the others what they have answered. So all devices take the same way t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.central.chief.books import Books
+from paceline.central.client.whole_tensors import WholeTensors
 from paceline.central.messages.replies import BooksRead, Described, Ended, Ticket
 from paceline.central.messages.requests import Describe, ReadBooks
 from paceline.central.replica.books_and_state import with_counted
@@ -29,13 +31,17 @@ from paceline.central.replica.devices import (
 )
 from paceline.central.replica.engine import CentralizedEngine, servers_of
 from paceline.central.replica.ticket_samples import TicketSamples
+from paceline.central.shards import Shards, describe
 from paceline.data.ledger import Ledger
 from paceline.data.script_call import ScriptCall
 from paceline.evaluations import EvaluationKey
-from paceline.exchange.board import Board, Phase, Word
+from paceline.exchange.board import Board
+from paceline.exchange.words import Phase, Word
+from paceline.findings import ServersAccount
 from paceline.loop.engine import Batch, Chapter, Closed, Computed, ServersControl
 from paceline.loop.run_state import RunState, StateByName
 from paceline.loop.script_position import ScriptPosition
+from paceline.optim.models import grouped_parameters, lent
 from paceline.rules import Rule
 from paceline.run_place import Place
 from paceline.split.cut import Function
@@ -57,12 +63,19 @@ class LeadingEngine(CentralizedEngine):
         """`whole`, `own`: a copy of the model and the optimizer, which stay whole."""
         self._devices, self._whole = devices, whole
         super().__init__(whole, own, place, strategy, clip_norm)
+        devices.meet()  # from here on there is a container, which others may ask too
 
     def prepare(self, function: Function, given: Any) -> None:
         self._devices.prepare(function, given)
 
     def compute(self, function: Function, given: Any) -> Any:
         return self._devices.answer(function, given)
+
+    @contextmanager
+    def whole_model(self) -> Iterator[nn.Module]:
+        self._devices.take_buffers()
+        with lent(self._devices.model, self.client.whole.parameters_now(self.client.step)):
+            yield self._devices.model
 
     def agree(self, call: ScriptCall) -> None:
         super().agree(call)
@@ -106,6 +119,7 @@ class LeadingEngine(CentralizedEngine):
 
     def take_state(self, model: dict[str, torch.Tensor], optimizer: StateByName, state: RunState) -> None:
         super().take_state(model, optimizer, state)
+        self._devices.leave_buffers(self._whole)
         self._devices.tell(ActDone(self.client.step))
 
     def close(self) -> None:
@@ -123,7 +137,7 @@ class FollowingEngine:
     state_for_joining: Callable[[], RunState]
     gradients_ready: Callable[[], None] | None = None
 
-    def __init__(self, devices: Devices, place: Place, strategy: Centralized) -> None:
+    def __init__(self, devices: Devices, optimizer: Optimizer, place: Place, strategy: Centralized) -> None:
         assert place.board is not None
         self._devices = devices
         self._row = place.row
@@ -132,9 +146,14 @@ class FollowingEngine:
         self.rule: Rule = strategy.rule  # the leader tells the servers if it changes
         servers = servers_of(place, self._board.get(self._row, Word.ARENAS))
         self._container = servers.container
-        # For what a script may ask about the run as a whole.
+        # For what a script may ask about the run as a whole, and to compute with the model by itself.
         who = f"device {place.device} of replica {place.replica}"
-        self._to_chief = servers.connection(0, who, strategy.timeout_s)
+        count = len(servers.addresses)
+        self._connections = [servers.connection(number, who, strategy.timeout_s) for number in range(count)]
+        self._to_chief = self._connections[0]
+        shards = Shards(describe(grouped_parameters(devices.model, optimizer), optimizer, count, []))
+        self._parameters = WholeTensors(self._connections, shards, self._container)
+        devices.meet()
         self._board.enter(self._row, Phase.BETWEEN)
 
     # ── what can be asked ────────────────────────────────────────────────────────────────────────────────
@@ -150,6 +169,10 @@ class FollowingEngine:
     @property
     def staleness(self) -> dict[int, int]:
         return self._books().staleness
+
+    def account(self) -> ServersAccount:
+        books = self._books()
+        return ServersAccount(books.staleness, books.late, books.dropped)
 
     def _books(self) -> Books:
         read: BooksRead = self._to_chief.call(ReadBooks(container=self._container), BooksRead)
@@ -185,6 +208,15 @@ class FollowingEngine:
 
     def compute(self, function: Function, given: Any) -> Any:
         return self._devices.answer(function, given)
+
+    @contextmanager
+    def whole_model(self) -> Iterator[nn.Module]:
+        self._devices.take_buffers()
+        with lent(self._devices.model, self._parameters.parameters_now(self._steps)):
+            yield self._devices.model
+
+    def meet_devices(self) -> None:
+        raise AssertionError("with servers there is no predictor")
 
     def join(self) -> RunState:
         raise AssertionError("whoever is started again takes part at once")
@@ -238,7 +270,9 @@ class FollowingEngine:
 
     def take_state(self, model: dict[str, torch.Tensor], optimizer: StateByName, state: RunState) -> None:
         self.once(0, lambda: None)
+        self._parameters.forget()
 
     def close(self) -> None:
-        self._to_chief.close()
+        for connection in self._connections:
+            connection.close()
         self._devices.close()

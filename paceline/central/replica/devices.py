@@ -143,13 +143,14 @@ class Devices:
         )
         if self.leads:
             inside.fill(ModelArena.create(inside.layout, sizes, sparse=True))
+            self.leave_buffers(self.model)
             self._everyone.broadcast(torch.tensor([os.getpid(), inside.arena.arena.descriptor]))
         else:
             process, descriptor = self._everyone.broadcast(None).tolist()
             inside.arena = ModelArena(Arena.attach(process, descriptor), inside.layout, sizes)
             inside.compare_values(f"device {self._peers.rank}", f"device 0 of replica {self.replica}")
             inside.point_to_arena()
-        self._meet()
+        self.meet()
 
     # ── orders ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -178,7 +179,8 @@ class Devices:
             self.hear(CallMade)
         agree(call, self._everyone.all_reduce, self._peers.rank, self._peers.count)
 
-    def _meet(self) -> None:
+    def meet(self) -> None:
+        """Returns when all devices are here."""
         self._everyone.all_reduce(torch.zeros(1))
 
     def _of_speaker(self, values: torch.Tensor) -> torch.Tensor:
@@ -205,14 +207,22 @@ class Devices:
 
     def spread(self, whole: nn.Module | None = None) -> None:
         """Have all compute with the parameters and buffers of `whole`, which the leader has."""
-        self._meet()  # somebody may still be reading the old ones
+        self.meet()  # somebody may still be reading the old ones
         if whole is not None:
             named = dict(own_state(whole).named_parameters())
             for slot in self._inside.layout.slots:
                 self._inside.arena.parameter(slot).copy_(named[slot.name].detach())
-            for (place, _), buffer in zip(self._inside.buffer_places(), buffers_of(whole), strict=True):
-                place.copy_(buffer)
-        self._meet()
+            self.leave_buffers(whole)
+        self.meet()
+        self._parts.take_buffers()
+
+    def leave_buffers(self, whole: nn.Module) -> None:
+        """Leave the buffers of `whole`, which the leader has, where all find them."""
+        for (place, _), buffer in zip(self._inside.buffer_places(), buffers_of(whole), strict=True):
+            place.copy_(buffer)
+
+    def take_buffers(self) -> None:
+        """Have this device's model hold the buffers as they were left last: no device goes on before all do."""
         self._parts.take_buffers()
 
     def compute(self, batch: Batch, ticket: Ticket) -> Computed:

@@ -6,8 +6,8 @@ It does not divide batches with the other replicas: the chief hands it tickets, 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,14 @@ from paceline.data.ledger import Ledger
 from paceline.data.script_call import ScriptCall
 from paceline.errors import DataError, PacelineError, Stalled
 from paceline.evaluations import EvaluationKey
-from paceline.exchange.board import Board, HostWord, Phase, Word
+from paceline.exchange.board import Board
+from paceline.exchange.words import HostWord, Phase, Word
+from paceline.findings import ServersAccount
 from paceline.loop.engine import Batch, Chapter, Closed, Computed, ServersControl
 from paceline.loop.run_state import RunState, StateByName
 from paceline.loop.script_position import ScriptPosition
 from paceline.net.secure import Keys, read_token
-from paceline.optim.models import own_state
+from paceline.optim.models import lent, own_state
 from paceline.rules import Rule
 from paceline.run_place import Place
 from paceline.split.cut import Function
@@ -151,6 +153,10 @@ class CentralizedEngine:
     def staleness(self) -> dict[int, int]:
         return self.books().staleness
 
+    def account(self) -> ServersAccount:
+        books = self.books()
+        return ServersAccount(books.staleness, books.late, books.dropped)
+
     def books(self) -> Books:
         """Returns the chief's."""
         return self.client.books()
@@ -181,6 +187,15 @@ class CentralizedEngine:
 
     def compute(self, function: Function, given: Any) -> Any:
         return function(self._model, given)
+
+    @contextmanager
+    def whole_model(self) -> Iterator[nn.Module]:
+        # Other replicas may go on meanwhile, and the servers with them: a copy stays as it is.
+        with lent(self._model, self.client.whole.parameters_now(self.client.step)):
+            yield self._model
+
+    def meet_devices(self) -> None:
+        raise AssertionError("with servers there is no predictor")
 
     def join(self) -> RunState:
         raise AssertionError("whoever is started again takes part at once")
@@ -329,6 +344,7 @@ class CentralizedEngine:
         self._resumes += 1
         self.client.once(ResumeTask(self._resumes), give)
         self.client.step = state.step
+        self.client.whole.forget()
         self.client.pull(sync=True)
 
     def close(self) -> None:

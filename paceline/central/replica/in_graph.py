@@ -34,7 +34,7 @@ from paceline.central.messages.replies import Ended, Ticket
 from paceline.central.replica.engine import CentralizedEngine
 from paceline.central.replica.working import ClientWorker, Worked, work_on
 from paceline.errors import Stalled
-from paceline.exchange.board import Phase
+from paceline.exchange.words import Phase
 from paceline.loop.engine import Batch, Chapter, Closed
 from paceline.loop.run_state import RunState, StateByName
 from paceline.loop.script_position import ScriptPosition

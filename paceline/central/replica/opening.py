@@ -20,7 +20,7 @@ def open_replica(training: Training) -> Engine:
         kind = InGraphEngine if strategy.in_graph else CentralizedEngine
         return kind(model, optimizer, place, strategy, training.clip_norm)
     if place.device:
-        return FollowingEngine(Devices(model, optimizer, place, strategy.split), place, strategy)
+        return FollowingEngine(Devices(model, optimizer, place, strategy.split), optimizer, place, strategy)
     whole, own = copied(model, optimizer, "--servers")  # before it is cut
     devices = Devices(model, optimizer, place, strategy.split)
     engine = LeadingEngine(devices, whole, own, place, strategy, training.clip_norm)

@@ -11,7 +11,7 @@ from typing import Any
 from paceline.central.client.client import Client
 from paceline.central.messages.replies import Settled, Ticket
 from paceline.errors import LossError
-from paceline.exchange.board import Phase
+from paceline.exchange.words import Phase
 from paceline.loop.engine import Batch, Closed, Computed, ReplicaWork
 from paceline.loop.passes import PlainWorker
 

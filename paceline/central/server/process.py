@@ -12,6 +12,7 @@ import msgspec
 from paceline.errors import PacelineError
 from paceline.launch.quick_start import load_compiler_late
 from paceline.launch.replica import die_with_parent
+from paceline.launch.resting_collector import rest_while_loading
 from paceline.launch.servers import SERVER_VARIABLE, ServerSetting
 from paceline.memory.heap import keep_memory
 from paceline.net.secure import read_token
@@ -23,6 +24,7 @@ def main() -> None:
     die_with_parent()
     keep_memory()
     load_compiler_late()
+    rest_while_loading()
     from paceline.central.server.server import Server
 
     setting = msgspec.json.decode(os.environ.pop(SERVER_VARIABLE), type=ServerSetting)

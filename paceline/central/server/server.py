@@ -185,6 +185,25 @@ class Server:
             raise PacelineError(f"this server is not the chief of container {name!r}: ask its server 0")
         return training
 
+    def refuse_circle(self, request: requests.Ask) -> None:
+        """Refuse to have a replica wait for work of one trainer of its script while others wait, in another trainer,
+        for what it has drawn there: each does one thing after the other, so that they would wait for ever."""
+        asked = self.share(request.container)
+        assert asked.training is not None
+        holders, run = asked.training.lacks_for(request.replica), asked.container.settings.run
+        with self._lock:
+            shares = [share for share in self._shares.values() if share is not asked]
+        for share in shares:
+            if not holders or share.training is None or share.container.settings.run != run:
+                continue
+            if waiting := holders & share.training.held_up_by(request.replica):
+                other = f"replica {min(waiting)}"
+                raise PacelineError(
+                    f"replica {request.replica} waits for work of one trainer, of which {other} has the last samples, "
+                    f"and {other} waits for replica {request.replica}'s part of another: with several trainers on "
+                    "servers give drop_last=True, or batch sizes that leave samples for every replica in each batch"
+                )
+
     def open(self, request: requests.Open) -> Container:
         """Return the container that a replica wants to train; make it if it is not there."""
         check_open(request)

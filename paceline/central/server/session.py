@@ -95,6 +95,8 @@ class Session:
             case requests.Ask():
                 training = server.training(request.container)
                 reply = training.ask(request)
+                if isinstance(reply, replies.Waiting) and not request.at_once:
+                    server.refuse_circle(request)
                 return Answer(reply, () if isinstance(reply, replies.Waiting) else training.buffers_now())
             case requests.Report():
                 training, buffers = server.training(request.container), self._channel.read_whole_body(SMALL_BODY_BYTES)
@@ -107,6 +109,8 @@ class Session:
                 self._push(request)
             case requests.Pull():
                 return self._pull(request)
+            case requests.Look():
+                return self._look(request)
             case requests.PullRows():
                 return self._pull_rows(request)
             case requests.PutRows():
@@ -276,6 +280,13 @@ class Session:
         # From the last chunk to the first: the front layers lie at the end, and are what a forward needs first.
         parts = (bytes_of(coding.encode(flat, chunk, room)) for chunk in reversed(container.layout.chunks))
         return Answer(replies.Pulled(step=step), parts, coding.bytes)
+
+    def _look(self, request: requests.Look) -> Answer:
+        container = self._server.container(request.container)
+        if (waiting := _await_step(container, request.at_least)) is not None:
+            return Answer(waiting)
+        step, flat = container.look(request.known)
+        return Answer(replies.Pulled(step=step), [bytes_of(flat)] if flat is not None else ())
 
     def _apply(self, request: requests.Apply) -> replies.Reply:
         container = self._server.container(request.container)

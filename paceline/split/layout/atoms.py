@@ -8,6 +8,7 @@ sum. A reshape splits an atom into factors. What is joined has one name, and is 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 
@@ -49,6 +50,12 @@ def leaves(dim: Sequence[Atom]) -> Dim:
     """Returns the atoms of a dim as they are now; factors of 1 are none, unless there is nothing else."""
     found = [leaf for atom in dim for leaf in atom.leaves()]
     return [leaf for leaf in found if leaf.size != 1] or found[:1]
+
+
+def repeated(dims: Sequence[Sequence[Atom]]) -> set[Atom]:
+    """Returns the atoms that several of these dims have in common, or one has more than once."""
+    seen = Counter(leaf for dim in dims for leaf in leaves(dim))
+    return {leaf for leaf, times in seen.items() if times > 1}
 
 
 def size(dim: Sequence[Atom]) -> int:

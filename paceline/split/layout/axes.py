@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from paceline.exchange.mailboxes import DeviceGroup
 from paceline.split.collectives import bounds
-from paceline.split.layout.atoms import Atom, Dim, leaves
+from paceline.split.layout.atoms import Atom, Dim, leaves, repeated
 
 Cuts = dict[Atom, str]  # atoms that are in parts, and the axis
 
@@ -23,8 +23,11 @@ class Axes:
         return self._cuts.get(atom.find())
 
     def cuts(self, dims: Sequence[Dim]) -> Cuts:
-        """Returns the atoms of these dims that are in parts, and their axes."""
-        return {leaf: axis for dim in dims for leaf in leaves(dim) if (axis := self.of(leaf)) is not None}
+        """Returns the atoms of these dims that are in parts, and their axes. One that is there twice, as in the weight
+        of a layer that gives what it takes, is whole: a part of both would be a block of the diagonal."""
+        whole = repeated(dims)
+        of = ((leaf, self.of(leaf)) for dim in dims for leaf in leaves(dim) if leaf not in whole)
+        return {leaf: axis for leaf, axis in of if axis is not None}
 
     def range(self, atom: Atom) -> tuple[int, int]:
         """Returns where this device's part of an atom begins and ends."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from paceline.errors import ModelError, StrategyError
 from paceline.exchange.mailboxes import DeviceGroup, Peers
 from paceline.graph.call_graph import CallGraph
+from paceline.graph.kept import KeptGraph
 from paceline.optim.batchnorm import statistics_of
 from paceline.split.cut import SAME, WHOLE, TensorPart
 from paceline.split.graph_cut import GraphCut
@@ -19,8 +21,11 @@ from paceline.split.layout.atoms import Atom, join, leaves
 from paceline.split.layout.axes import Axes, Usage
 from paceline.split.layout.graph_dims import GraphDims
 from paceline.split.layout.model_dims import ModelDims
+from paceline.split.layout.names import Names
 from paceline.split.layout.rewrite import GraphRewriter
 from paceline.split.values import BATCH, Layout
+
+_TOLD = 3  # dims in a sentence
 
 
 class LayoutCut(GraphCut):
@@ -38,9 +43,9 @@ class LayoutCut(GraphCut):
     def name_dims(self, dims: Mapping[str, str]) -> None:
         self._patterns = dims
 
-    def decide(self, call: CallGraph, values: list[torch.Tensor]) -> None:
+    def decide(self, kept: KeptGraph, values: list[torch.Tensor]) -> None:
         self._dimensions = ModelDims(self.model)
-        dims = self._dimensions.add(call)
+        dims = self._dimensions.add(kept.graph)
         names = self._dimensions.names(self._patterns)
         cuts: dict[Atom, str] = {}
         for dim, axis in self._layout.layout.items():
@@ -54,6 +59,9 @@ class LayoutCut(GraphCut):
                     f"{names.of(atom)}={axis}",
                     f"that dim has {atom.size} elements and the axis {self._layout.axes[axis]} devices",
                 )
+        if self.peers.first:
+            for dim, axis in self._layout.layout.items():
+                self._tell_of_others(names, dim, axis)
         self._axes = Axes(self._groups, cuts)
         rewriter = GraphRewriter(dims, self._axes, self._usage, {}, decided=False)
         rewriter.rewrite()  # to find out how parameters are used
@@ -61,6 +69,21 @@ class LayoutCut(GraphCut):
             most = sorted(rewriter.whole.items(), key=lambda entry: -entry[1])[:3]
             told = ", ".join(f"{name} ({elements:,} elements)" for name, elements in most)
             warnings.warn(f"layout: computed whole on every device, which costs time: {told}", stacklevel=2)
+
+    def _tell_of_others(self, names: Names, dim: str, axis: str) -> None:
+        """Says which dims are alike and stay whole, when a layout names a dim that only some layers have."""
+        if dim == BATCH:
+            return
+        alike = [name for name in names.known if re.fullmatch(rf"{re.escape(dim)}\d+", name)]
+        left = [name for name in alike if name not in self._layout.layout]
+        if left:
+            where = ", ".join(f"{name} in {names.parameter_with(name)}" for name in left[:_TOLD])
+            more = f" and {len(left) - _TOLD} more" if len(left) > _TOLD else ""
+            warnings.warn(
+                f"layout: only some layers have {dim}, {names.parameter_with(dim)} say; {where}{more} "
+                f"stay whole: lay them along {axis} too, or call them {dim} (dims)",
+                stacklevel=2,
+            )
 
     def open(self, call: CallGraph) -> Callable[[list[torch.Tensor]], list[Any]]:
         dims, axes = self._as_decided(call)
@@ -80,14 +103,11 @@ class LayoutCut(GraphCut):
     def _as_decided(self, call: CallGraph) -> tuple[GraphDims, Axes]:
         """Returns the dims of a graph, and the axes: parameters are cut as they are, whatever it joins and splits."""
         dimensions = ModelDims(self.model)
-        cuts: dict[Atom, str] = {}
+        same: dict[Atom, Atom] = {}  # what is one atom there is one here
         for name, dims in dimensions.parameters.items():
             for dim, first in zip(dims, self._dimensions.parameters[name], strict=True):
-                factors = [Atom(leaf.size) for leaf in leaves(first)]
-                join(dim, factors)
-                for factor, leaf in zip(leaves(factors), leaves(first), strict=True):
-                    if (axis := self._axes.of(leaf)) is not None:
-                        cuts[factor] = axis
+                join([same.setdefault(leaf, Atom(leaf.size)) for leaf in leaves(first)], dim)
+        cuts = {atom.find(): axis for leaf, atom in same.items() if (axis := self._axes.of(leaf)) is not None}
         found = dimensions.add(call)
         for atom in cuts:
             if len(atom.leaves()) > 1:
@@ -110,7 +130,9 @@ class LayoutCut(GraphCut):
             return WHOLE if adds else SAME
         holder = {axis: 0 if axis in cuts.values() else at for axis, at in self._coordinates.items()}
         atoms = [leaves(dim) for dim in dims]
-        index = tuple(slice(*self._axes.range(leaf)) for dim in atoms for leaf in dim)
+        index = tuple(
+            slice(*(self._axes.range(leaf) if leaf in cuts else (0, leaf.size))) for dim in atoms for leaf in dim
+        )
         shape = tuple(leaf.size for dim in atoms for leaf in dim) if any(len(dim) > 1 for dim in atoms) else ()
         return TensorPart(index, adds, _rank(holder, self._layout.axes), shape)
 

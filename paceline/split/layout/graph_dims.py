@@ -15,7 +15,6 @@ from torch import fx
 from paceline.graph.call_graph import CallGraph
 from paceline.graph.operators import changed_by, changed_groups, name_of
 from paceline.split.layout.atoms import Atom, Dim, Dims
-from paceline.torch_private import schema_of
 
 
 @dataclass
@@ -103,14 +102,6 @@ class GraphDims:
 
 
 Rule = Callable[[GraphDims, fx.Node], Op | None]
-
-
-def given(node: fx.Node) -> dict[str, Any]:
-    """Returns the arguments of an operator by the names in its schema, defaults included."""
-    arguments = schema_of(node.target).arguments
-    found = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
-    found |= {argument.name: value for argument, value in zip(arguments, node.args, strict=False)}
-    return found | dict(node.kwargs)
 
 
 def has_tensors(value: Any) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from paceline.graph.call_graph import CallGraph
+from paceline.graph.in_place import out_of_place
 from paceline.optim.models import own_state
 from paceline.split.layout.atoms import Atom, Dim, Dims
 from paceline.split.layout.graph_dims import GraphDims
@@ -32,6 +33,7 @@ class ModelDims:
 
     def add(self, call: CallGraph) -> GraphDims:
         """Returns the dims of everything in a graph, joined where they are the same."""
+        out_of_place(call)
         found = GraphDims(call, self.parameters)
         found.join(RULES)
         self._inputs += found.inputs

@@ -1,10 +1,12 @@
 """Names for dims: those the user gives by pattern, and for the rest as what operators use them.
 
-vocab     the rows of an embedding            embed     what goes from layer to layer: an embedding's width, what is
-length    those of one by position                      normalized, or the input where some layer gives the same again
-heads     the factors of an attention's dims  hidden    given by one layer, taken by the next; `channels` of
-width     of one head                                   convolutions
-                                              in, out   taken from the input, given at the end
+vocab     the rows of an embedding, and the   embed     what goes from layer to layer: an embedding's width, what is
+          words among which a loss decides              normalized, or the input where some layer gives the same again
+length    rows by position                    hidden    given by one layer, taken by the next; `channels` of
+kinds     rows by what a word is, of few                convolutions
+heads     that share no keys; in each         in, out   taken from the input, given at the end
+groups    of queries with the same keys       parts     pieces that a layer's result is taken apart into
+width     of one head                         factor    of a dim that is reshaped otherwise
 """
 
 from __future__ import annotations
@@ -42,11 +44,14 @@ class Names:
         self._parameters = parameters
         self._input_atoms = {leaf for dims in inputs for dim in dims[1:] for leaf in leaves(dim)}
         self._words: dict[Atom, set[str]] = {}
+        self._parts = {leaf for dim, word in seen_as if word == "parts" for leaf in leaves(dim)}
         for dim, word in seen_as:
-            factors = leaves(dim)
+            factors = self._but_parts(leaves(dim))
             for number, leaf in enumerate(factors):
-                counts = len(factors) == 1 or word == "kernel" or (word == "heads" and number == 0)
-                self._words.setdefault(leaf, set()).add(word if counts else "factor")
+                if word == "heads":
+                    self._words.setdefault(leaf, set()).add("groups" if number else "heads")
+                elif len(factors) == 1 or word in ("kernel", "parts"):
+                    self._words.setdefault(leaf, set()).add(word)
         self._seen: dict[Atom, list[Seen]] = {}
         for name, dims in parameters.items():
             for number, dim in enumerate(dims):
@@ -79,6 +84,13 @@ class Names:
     def named(self, name: str) -> set[Atom]:
         """Returns the atoms that have this name."""
         return {atom for atom, own in self._of.items() if own == name}
+
+    def parameter_with(self, name: str) -> str:
+        """Returns a parameter that has a dim of this name."""
+        of = self.named(name)
+        return next(
+            own for own, dims in self._parameters.items() if any(leaf in of for dim in dims for leaf in leaves(dim))
+        )
 
     @property
     def known(self) -> list[str]:
@@ -163,22 +175,49 @@ class Names:
         theirs = {place.parameter for other in group for place in self._seen[other]}
         return not any(place.parameter in theirs for place in self._seen[atom])
 
+    def _but_parts(self, factors: Dim) -> Dim:
+        return [leaf for leaf in factors if leaf not in self._parts] or factors
+
     def _meaning(self, group: list[Atom]) -> str:
         words = set().union(*(self._words.get(atom, set()) for atom in group))
-        for word, name in (("rows", "vocab"), ("positions", "length"), ("heads", "heads"), ("table", "embed")):
-            if word in words:
-                return name
         places = [place for atom in group for place in self._seen[atom]]
-        factor = next((place for place in places if place.factors > 1), None)
-        if factor is not None:
-            behind = factor.factors - 1 - factor.factor
-            return ("width", "heads", "parts")[min(2, behind)]
+        named = next((name for word, name in _BY_WORD.items() if word in words), None)
+        if named is not None:
+            return named
         fed = any(atom in self._input_atoms for atom in group)
         if "normalized" in words or (fed and "given" in words):
             return "embed"
         if words & {"channels given", "channels taken"}:
-            both = words & {"channels given", "given"} and words & {"channels taken", "taken"}
-            return "channels" if both else "in" if "channels taken" in words else "out"
+            split = any(place.factors > 1 for place in places)
+            given, taken = words & {"channels given", "given"}, split or words & {"channels taken", "taken"}
+            return "channels" if given and taken else "out" if given else "in"
+        if factor := self._as_factor(places):
+            return factor
         if words >= {"given", "taken"}:
             return "hidden"
+        if not words and any(map(self._is_before_embed, places)):
+            return "length"
         return "in" if "taken" in words else "out" if "given" in words else "rows"
+
+    def _as_factor(self, places: list[Seen]) -> str | None:
+        """Returns the name of a factor of a dim by what stands beside it."""
+        for place in places:
+            factors = leaves(self._parameters[place.parameter][place.dim])
+            heads = [number for number, leaf in enumerate(factors) if "heads" in self._words.get(leaf, ())]
+            if heads:
+                return "parts" if place.factor < heads[0] else "width"
+            if len(self._but_parts(factors)) > 1:
+                return "factor"
+        return None
+
+    def _is_before_embed(self, place: Seen) -> bool:
+        """Returns whether something is added in every place: the last dim is that of what goes from layer to layer."""
+        dims = self._parameters[place.parameter]
+        last = {word for leaf in leaves(dims[-1]) for word in self._words.get(leaf, ())}
+        return place.dim == len(dims) - 2 and bool(last & {"normalized", "table"})
+
+
+_BY_WORD = {
+    "rows": "vocab", "words": "vocab", "positions": "length", "kinds": "kinds", "heads": "heads", "groups": "groups",
+    "parts": "parts", "table": "embed",
+}  # fmt: skip

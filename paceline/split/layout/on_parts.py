@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from paceline.exchange.mailboxes import DeviceGroup
-from paceline.optim.batchnorm import exact_batch_norm
 from paceline.split.collectives import bounds, copied, gathered, reduced, sliced
 
 
@@ -101,23 +100,6 @@ def layer_norm(
     found = centred * torch.rsqrt(over_all(centred.square()) + eps)
     found = found * weight if weight is not None else found
     return found + bias if bias is not None else found
-
-
-def batch_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    variance: torch.Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    statistics: Any,
-) -> torch.Tensor:
-    """Normalizes channels, over all replicas where their statistics are added up."""
-    if training and statistics is not None and statistics.sum is not None:
-        return exact_batch_norm(x, weight, bias, mean, variance, momentum, eps, statistics.sum)
-    return F.batch_norm(x, mean, variance, weight, bias, training, momentum, eps)
 
 
 # ── what is drawn ────────────────────────────────────────────────────────────────────────────────────────────

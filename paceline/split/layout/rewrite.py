@@ -24,12 +24,13 @@ from torch import fx
 from paceline.errors import ModelError
 from paceline.exchange.mailboxes import DeviceGroup
 from paceline.graph.call_graph import AROUND, CallGraph
-from paceline.graph.operators import name_of
+from paceline.graph.operators import given, name_of
+from paceline.optim.batchnorm import batch_norm
 from paceline.split.collectives import copied, reduced
 from paceline.split.layout import on_parts
-from paceline.split.layout.atoms import Atom, Dim, leaves, size
+from paceline.split.layout.atoms import Atom, Dim, leaves, repeated, size
 from paceline.split.layout.axes import Axes, Cuts, Usage
-from paceline.split.layout.graph_dims import GraphDims, Op, flat_dims, given
+from paceline.split.layout.graph_dims import GraphDims, Op, flat_dims
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -93,7 +94,9 @@ class GraphRewriter:
 
     def _works_along(self, node: fx.Node, op: Op, operands: Sequence[fx.Node]) -> tuple[set[Atom], Cuts]:
         """Returns the atoms that must be whole, and those that are in parts with their axes."""
-        needed = {leaf for dim in op.whole for leaf in leaves(dim)}
+        of_tensors = [dims for value in (op.out, *(self._dims.dims[o] for o in operands)) for dims in _each(value)]
+        squares = {leaf for dims in of_tensors for leaf in repeated(dims)}
+        needed = {leaf for dim in op.whole for leaf in leaves(dim)} | squares
         kept = {leaf for dim in (*flat_dims(op.out), *op.summed) for leaf in leaves(dim)}
         while True:
             target: Cuts = {}
@@ -105,7 +108,7 @@ class GraphRewriter:
             if not lost and twice is None:
                 break
             needed |= lost if twice is None else {twice}
-        if not op.has_rule:
+        if not op.has_rule or any(leaf in squares for operand in operands for leaf in self._cut[operand]):
             elements = sum(math.prod(map(size, self._dims.of(operand))) for operand in operands if self._cut[operand])
             if elements:
                 name = name_of(node)
@@ -285,7 +288,7 @@ class GraphRewriter:
     def _batch_norm(self, node: fx.Node, op: Op, target: Cuts, groups: Any, a: dict[str, Any]) -> Call:
         names = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
         module = node.meta.get("modules", [""])[-1:]
-        return on_parts.batch_norm, (*(a[name] for name in names), self._statistics_of.get(*module or [""]))
+        return batch_norm, (*(a[name] for name in names), self._statistics_of.get(*module or [""]))
 
     def _mask(self, value: torch.Tensor, dims: Sequence[Dim], target: Cuts) -> on_parts.WholeMask:
         cuts = tuple(
@@ -335,6 +338,11 @@ class GraphRewriter:
             return self._new[value]
         cut = dict(self._cut[value])
         return self._refitted(value, self._new[value], dims, cut, set(cut), {})
+
+
+def _each(dims: Any) -> list[list[Dim]]:
+    """Returns the dims of every tensor that a value is made of."""
+    return [part for own in dims for part in _each(own)] if isinstance(dims, tuple) else [dims or []]
 
 
 def _mapped(value: Any, nodes: Mapping[fx.Node, fx.Node]) -> Any:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from paceline.graph.operators import name_of
-from paceline.split.layout.atoms import Atom, Dim, Dims, join, regroup, size
-from paceline.split.layout.graph_dims import GraphDims, Op, Rule, given
+from paceline.graph.operators import given, name_of
+from paceline.split.layout.atoms import Atom, Dim, Dims, join, leaves, regroup, size
+from paceline.split.layout.graph_dims import GraphDims, Op, Rule
 from paceline.torch_private import COPY, RESHAPE
 
 # ── elementwise ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -132,6 +132,10 @@ def product(t: GraphDims, node: fx.Node) -> Op | None:
     if len(b) == 2:
         t.note(b[1:], "given")
         t.note(b[:1], "taken")
+    elif len(a) == len(b) > 3:
+        t.note(b[-3:-2], "heads")
+    elif len(a) == len(b) == len(leaves(b[0])) + 1:  # batch and heads in one
+        t.note([leaves(b[0])[1:]], "heads")
     return Op([*out[:-2], a[-2], b[-1]], summed=[a[-1]])
 
 
@@ -174,7 +178,8 @@ def embedding(t: GraphDims, node: fx.Node) -> Op | None:
     """Rows are picked: who has a row gives it, so the table's rows are summed over."""
     a = given(node)
     weight = t.of(a["weight"])
-    t.note(weight[:1], "rows" if _from_inputs(t, a["indices"]) else "positions")
+    counted = "positions" if size(weight[0]) >= (t.shape(a["indices"]) or (1,))[-1] else "kinds"
+    t.note(weight[:1], "rows" if _from_inputs(t, a["indices"]) else counted)
     t.note(weight[1:], "table")
     if a["scale_grad_by_freq"] or a["sparse"]:
         return None
@@ -224,6 +229,8 @@ def cross_entropy(t: GraphDims, node: fx.Node) -> Op | None:
     a = given(node)
     x = t.of(a["self"])
     target = t.value(a["target"])
+    if len(x) == 3 or len(leaves(x[0])) > 1:  # of every place in every sample
+        t.note(x[1:2], "words")
     simple = len(x) == 2 and target.dim() == 1 and a["weight"] is None and not a["label_smoothing"]
     if not simple:
         return None
@@ -325,6 +332,7 @@ def pieces(t: GraphDims, node: fx.Node) -> Op | None:
     outer = [Atom(len(values)), Atom(values[0].shape[at])]
     if not join(x[at], outer):
         return None
+    t.note([[outer[0]]], "parts")
     part = [*x[:at], [outer[1]], *x[at + 1 :]]
     return Op(tuple(part for _ in values), whole=[[outer[0]]], kind="pieces")
 
@@ -334,6 +342,7 @@ def unbind(t: GraphDims, node: fx.Node) -> Op | None:
     x = t.of(node.args[0])
     at = given(node)["dim"] % len(x)
     part = [*x[:at], *x[at + 1 :]]
+    t.note([x[at]], "parts")
     return Op(tuple(part for _ in t.value(node)), whole=[x[at]])
 
 
@@ -357,9 +366,12 @@ def part(t: GraphDims, node: fx.Node) -> Op | None:
 
 def concatenation(t: GraphDims, node: fx.Node) -> Op | None:
     """The dim along which tensors are put together is whole, the others are the same."""
-    operands = [t.of(operand) for operand in node.args[0] if len(t.of(operand)) > 0]  # type: ignore[union-attr]
+    listed: Sequence[fx.Node] = node.args[0]  # type: ignore[assignment]
+    operands = [t.of(operand) for operand in listed if t.shape(operand) != (0,)]  # an empty cache is nothing
     out: Dims = t.fresh(t.value(node))
     at = given(node)["dim"] % len(out)
+    if len(operands) == 1:
+        return Op(list(operands[0]))
     for operand in operands:
         if len(operand) != len(out):
             return None

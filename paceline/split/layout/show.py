@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from paceline.graph.call_graph import CallGraph
 from paceline.graph.capture import Function, capture
 from paceline.split.layout.atoms import leaves
 from paceline.split.layout.model_dims import ModelDims
@@ -21,8 +22,13 @@ def tell_dims(function: Function, model: nn.Module, given: Any, patterns: Mappin
 
 def dims_of(function: Function, model: nn.Module, given: Any, patterns: Mapping[str, str]) -> dict[str, Any]:
     """Returns them: every parameter's, and for every name its sizes and how many elements have it."""
+    return dims_in(capture(function, model, given), model, patterns)
+
+
+def dims_in(call: CallGraph, model: nn.Module, patterns: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the same of a graph that was captured already."""
     dimensions = ModelDims(model)
-    dimensions.add(capture(function, model, given))
+    dimensions.add(call)
     names = dimensions.names(patterns)
     rows = [
         {"parameter": name, "shape": list(parameter.shape), "dims": names.describe(name)}

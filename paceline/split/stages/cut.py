@@ -1,70 +1,43 @@
-"""A model cut by layer: a device computes its stage of the graph of the loss.
-
-In training every micro-batch goes through the stages, of which the last one finds the loss; all others send on what
-they have computed. Backward goes the other way: a stage gets gradients of what it has sent, and sends those of what it
-has got.
-
-Whatever a stage finds for a parameter is a summand of the parameter's gradient, so weights that are used by several
-stages, or by the loss itself, need nothing special.
-
-Outside of training, the stages run one after another and every device gets all that is returned.
-"""
+"""A model cut by layer: a device computes its stage of the graph of the loss, one task of each micro-batch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from paceline.errors import DataError, ModelError
+from paceline.errors import DataError
 from paceline.exchange.mailboxes import Peers
-from paceline.exchange.packing import pack, receive, send
 from paceline.graph.call_graph import CallGraph
+from paceline.graph.kept import KeptGraph
 from paceline.loss_value import NOTHING, LossPart, Weight
 from paceline.optim.batchnorm import statistics_of
 from paceline.seeds import mixed
 from paceline.split import values
-from paceline.split.cut import SAME, WHOLE, Check, Loss, TensorPart
-from paceline.split.graph_cut import GraphCut
+from paceline.split.cut import Check, Loss
+from paceline.split.stage_schedule import FORWARD, order
 from paceline.split.stages import divide
-from paceline.split.stages.measure import buffers_used, measure
+from paceline.split.stages.measure import measure, measured_before
 from paceline.split.stages.micro_batches import length_of, micro_batches, part_of
-from paceline.split.stages.schedule import FORWARD, order
-from paceline.split.stages.stage_part import StagePart
+from paceline.split.task_cut import ComputeTasks, InFlight, TaskCut
+from paceline.split.tasks import DeviceTasks
 
 
-@dataclass
-class _Flight:
-    """A micro-batch between its forward and its backward."""
-
-    seed: int
-    weight: Weight
-    taken: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # by stage: got from it, may get a gradient
-    given: dict[int, list[GradientEdge]] = field(default_factory=dict)  # by stage: whose gradients it will send
-    loss: torch.Tensor | None = None
-
-
-class StagesCut(GraphCut):
+class StagesCut(TaskCut):
     """One stage of a pipeline, on the device that has it."""
 
     def __init__(self, split: values.Stages, peers: Peers) -> None:
         super().__init__(peers)
         self._split = split
-        self._stage, self._last = peers.rank, peers.count - 1
         self._first: list[str] = []  # the operators of the graph that was measured
         self._places: list[int] = []
         self._random: list[int] = []
         self._drawing: set[str] = set()  # operators that draw random numbers
-        self._stage_of: dict[str, int] = {}  # by parameter or buffer, the first stage that uses it
         self._changed: set[str] = set()  # buffers that training changes
-
-    @property
-    def speaks(self) -> bool:
-        return self._stage == self._last
+        self._seed: int | None = None  # of the micro-batch
 
     # ── who does what ────────────────────────────────────────────────────────────────────────────────────
 
@@ -74,14 +47,15 @@ class StagesCut(GraphCut):
         size = -(-length // self._split.micro_batches)
         return part_of(given, length, 0, size) if 0 < size < length else given
 
-    def decide(self, call: CallGraph, values: list[torch.Tensor]) -> None:
+    def decide(self, kept: KeptGraph, values: list[torch.Tensor]) -> None:
+        call = kept.graph
         self._first = [str(node.target) for node in call.nodes]
         names = self._split.cut_at
         named = divide.at_modules(self.model, call, names)  # on every device: what is wrong is said at once
         buffers = [name for name, _ in self.model.named_buffers()]
         decision = None
         if self.peers.first:  # replicas have to be cut alike: those that have the same layer share its statistics
-            measured = measure(self.model, call, values)
+            measured = measured_before(kept) or measure(self.model, kept, values)
             divide.check(measured, named, names)
             places = named or divide.by_cost(call, measured, self._split.stages)
             decision = [places, measured.random, [buffers.index(name) for name in measured.changed]]
@@ -90,70 +64,25 @@ class StagesCut(GraphCut):
         )
         self._changed = {buffers[number] for number in changed}
         self._drawing = {str(call.nodes[number].target) for number in self._random}
-        of_node = {node: sum(place <= number for place in self._places) for number, node in enumerate(call.nodes)}
-        for name, node in call.tensors.items():
-            self._stage_of[name] = min((of_node[user] for user in node.users if user in of_node), default=0)
+        self.note_devices(call, _stages(call, self._places))
 
-    def open(self, call: CallGraph) -> _Stage:
+    def open(self, call: CallGraph) -> ComputeTasks:
         if [str(node.target) for node in call.nodes] == self._first:
             places, random = self._places, self._random
         else:
-            places = divide.follow(call, self._stage_of, self._split.stages)
+            places = divide.follow(call, self.device_of, self._split.stages)
             random = [number for number, node in enumerate(call.nodes) if str(node.target) in self._drawing]
-            self._check_buffers(call, places)
-        part = StagePart(call, places, self._stage, random, statistics_of(self.model))
-        return _Stage(self, part)
+            self.check_buffers(call, _stages(call, places), self._changed, "cut it elsewhere with --cut-at")
+        between = {call.nodes[number]: partial(self._draw_for, number) for number in random}
+        stage_of, statistics = _stages(call, places), statistics_of(self.model)
+        tasks = DeviceTasks(call, stage_of, self.peers.count, self.peers, between, statistics)
+        return ComputeTasks(self, tasks)
 
-    def _check_buffers(self, call: CallGraph, places: Sequence[int]) -> None:
-        for number, names in enumerate(buffers_used(call, list(self._changed))):
-            for name in names:
-                if sum(place <= number for place in places) != self._stage_of.get(name, 0):
-                    raise ModelError(
-                        "model",
-                        type(self.model).__name__,
-                        f"called like this it would need buffer {name} on another stage than at first, "
-                        "cut it elsewhere with --cut-at",
-                    )
-
-    def part_of(self, name: str) -> TensorPart:
-        if name in dict(self.model.named_buffers()):
-            return WHOLE if self._stage_of.get(name, 0) == self._stage else SAME
-        return WHOLE  # no two stages find the same: what this one finds is a summand, and mostly nothing
-
-    # ── forward ──────────────────────────────────────────────────────────────────────────────────────────
-
-    def forward(self, part: StagePart, inputs: list[torch.Tensor], flight: _Flight | None) -> dict[fx.Node, Any]:
-        """Runs this stage, from what the stages before send to what those behind need. Returns all values."""
-        found: dict[fx.Node, Any] = dict(zip(part.call.inputs, inputs, strict=True))
-        for source, nodes in part.takes.items():
-            if nodes:
-                arrived, leaves = receive(self.peers, source)
-                found.update(zip(nodes, arrived, strict=True))
-                if flight is not None:
-                    flight.taken[source] = leaves
-        part.run(found, self.tensors, None if flight is None else flight.seed)
-        for target, nodes in part.gives.items():
-            if nodes:
-                sent = self._send([found[node] for node in nodes], target)
-                if flight is not None:
-                    flight.given[target] = [get_gradient_edge(tensor) for tensor in sent if tensor.requires_grad]
-        return found
-
-    def everything_returned(self, part: StagePart, inputs: list[torch.Tensor]) -> list[Any]:
-        """Runs all stages one after another. Returns what the graph returns, on every device."""
-        found = self.forward(part, inputs, None)
-        if self.speaks:
-            returned = [found[node] for node in part.returned]
-            for other in range(self._last):
-                self._send(returned, other)
-            return returned
-        return list(receive(self.peers, self._last)[0])
-
-    def _send(self, values: list[Any], to: int) -> list[torch.Tensor]:
-        """Sends values to another stage. Returns the tensors among them."""
-        packed = pack(values)
-        send(self.peers, packed, to)
-        return packed[1]
+    def _draw_for(self, number: int) -> None:
+        """Random numbers of training follow from the micro-batch and the operator: where a model is cut makes no
+        difference to its dropout. Otherwise they are whatever comes next."""
+        if self._seed is not None:
+            torch.default_generator.manual_seed(mixed(self._seed, number))
 
     # ── training ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -163,15 +92,20 @@ class StagesCut(GraphCut):
             self._check_statistics(model, len(pieces))
         # The same on all devices of the replica, now and, after having drawn different things, at the end.
         seed = int(torch.randint(2**62, ()))
-        flights: dict[int, _Flight] = {}
+        flights: dict[int, InFlight] = {}
+        self.later.forget()
         total = NOTHING
-        for what, number in order(self._split.schedule, self._stage, self._last + 1, len(pieces)):
+        for what, number in order(self._split.schedule, self.peers.rank, self.peers.count, len(pieces)):
             if what == FORWARD:
                 piece, share = pieces[number]
-                flights[number] = _Flight(mixed(seed, number), weight.part(share))
-                total = total + self._forward_one(loss, piece, flights[number], check)
+                self._seed = mixed(seed, number)
+                torch.default_generator.manual_seed(self._seed)
+                flights[number], part = self.forward(loss, piece, weight.part(share), check)
+                total = total + part
             else:
-                self._backward_one(flights.pop(number))
+                flights.pop(number).backward(self._split.stages)
+        self.later.do_all()
+        self._seed = None
         torch.default_generator.manual_seed(mixed(seed, -1))
         return total
 
@@ -185,50 +119,7 @@ class StagesCut(GraphCut):
                 "give fewer micro-batches, or drop_last=True",
             )
 
-    def _forward_one(self, loss: Loss, piece: Any, flight: _Flight, check: Check) -> LossPart:
-        """Runs a micro-batch forward. Returns its share of the loss, on the last stage."""
-        kind, inputs = self.kind_of(loss, piece)
-        self.look(kind, piece)
-        torch.default_generator.manual_seed(flight.seed)
-        assert isinstance(kind.compute, _Stage)
-        part = kind.compute.part
-        values = self.forward(part, inputs, flight)
-        if not self.speaks:
-            return NOTHING
-        found = check(part.call.structure.fill([values[node] for node in part.returned]))
-        flight.loss = found.weighted(flight.weight)
-        return found.part(flight.weight)
 
-    def _backward_one(self, flight: _Flight) -> None:
-        """Runs a micro-batch backward, and sends gradients to the stages before."""
-        if flight.loss is not None:
-            flight.loss.backward()  # type: ignore[no-untyped-call]
-        else:
-            self._backward_of_others(flight)
-        for source, leaves in flight.taken.items():
-            if leaves:
-                self._send([leaf.grad for leaf in leaves], source)
-
-    def _backward_of_others(self, flight: _Flight) -> None:
-        """Goes back from the gradients of what was sent; those of a value that several stages use add up."""
-        arrived = [
-            (edge, gradient)
-            for target, sent in sorted(flight.given.items())
-            if sent
-            for edge, gradient in zip(sent, receive(self.peers, target)[0], strict=True)
-            if gradient is not None
-        ]
-        if arrived:
-            edges, gradients = zip(*arrived, strict=True)
-            torch.autograd.backward(edges, gradients)
-
-
-@dataclass
-class _Stage:
-    """This device's stage of one graph, to be called outside of training."""
-
-    cut: StagesCut
-    part: StagePart
-
-    def __call__(self, inputs: list[torch.Tensor]) -> list[Any]:
-        return self.cut.everything_returned(self.part, inputs)
+def _stages(call: CallGraph, places: Sequence[int]) -> dict[fx.Node, int]:
+    """Returns the stage of every operator."""
+    return {node: sum(place <= number for place in places) for number, node in enumerate(call.nodes)}

@@ -16,16 +16,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 from torch import fx, nn
 
 from paceline.exchange.packing import CannotTravel, pack
 from paceline.graph.call_graph import AROUND, CallGraph
+from paceline.graph.kept import KeptGraph
 from paceline.graph.operators import changed_by, changed_groups
-from paceline.split.cut import left_as_it_was
+from paceline.optim.models import left_as_it_was
 from paceline.torch_private import tree_leaves, tree_map
 
 REPETITIONS = 3
+LONG = 1.0  # seconds: what takes that long is measured well enough at once
+_NOTE = "operators"
 _COPIED_BYTES = 4 << 20
 _clock = time.thread_time  # what others do on this core meanwhile does not count
 
@@ -54,16 +58,24 @@ def last_uses(call: CallGraph) -> list[int]:
     return [max((position.get(user, len(position)) for user in node.users), default=0) for node in call.nodes]
 
 
-def measure(model: nn.Module, call: CallGraph, inputs: Sequence[torch.Tensor]) -> Measured:
-    """Returns what the operators cost, on these inputs."""
+def measured_before(kept: KeptGraph) -> Measured | None:
+    """Returns what an earlier run has measured of the same graph."""
+    note = kept.note(_NOTE)
+    return None if note is None else msgspec.msgpack.decode(note, type=Measured)
+
+
+def measure(model: nn.Module, kept: KeptGraph, inputs: Sequence[torch.Tensor]) -> Measured:
+    """Returns what the operators cost, on these inputs, and keeps it with the graph."""
+    call = kept.graph
     with left_as_it_was(model):
         found = _look(model, call, inputs)
     measured = Measured(seconds=[], seconds_a_byte=_copying(), **found)
-    rounds = []
-    for _ in range(REPETITIONS):
+    rounds: list[list[float]] = []
+    while len(rounds) < REPETITIONS and sum(map(sum, rounds)) < LONG:
         with left_as_it_was(model):
             rounds.append(_time(model, call, inputs))
     measured.seconds = [min(of_one) for of_one in zip(*rounds, strict=True)]
+    kept.add_note(_NOTE, msgspec.msgpack.encode(measured))
     return measured
 
 

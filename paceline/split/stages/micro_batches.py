@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
+from paceline.data.batch_values import map_leaves, tensors_in
 from paceline.errors import DataError
 from paceline.split.collectives import bounds
-from paceline.torch_private import tree_leaves, tree_map
 
 
 def length_of(batch: Any) -> int:
     """Returns how many samples there are: the leading size that most tensors have, the first one's if none is more
     frequent."""
-    sizes = Counter(leaf.size(0) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim())
+    sizes = Counter(tensor.size(0) for tensor in tensors_in(batch) if tensor is not None and tensor.dim())
     if not sizes:
         raise DataError(
             "batch", type(batch).__name__, "it has no tensors with a dim of samples to make micro-batches of"
@@ -40,11 +40,11 @@ def part_of(batch: Any, length: int, start: int, stop: int) -> Any:
 
     def is_list(value: Any) -> bool:
         plain = isinstance(value, list) and len(value) == length
-        return plain and not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
+        return plain and all(tensor is None for tensor in tensors_in(value))
 
     def cut(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return leaf[start:stop] if leaf.dim() and leaf.size(0) == length else leaf
         return leaf[start:stop] if is_list(leaf) else leaf
 
-    return tree_map(cut, batch, is_leaf=is_list)
+    return map_leaves(cut, batch, is_leaf=is_list)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from paceline.errors import ModelError, StrategyError
 from paceline.exchange.mailboxes import DeviceGroup, Peers
 from paceline.loss_value import LossPart, Weight
-from paceline.optim.models import in_mode, own_state
+from paceline.optim.models import in_mode, left_as_it_was, own_state
 from paceline.split.cut import (
     SAME,
     WHOLE,
@@ -26,7 +27,6 @@ from paceline.split.cut import (
     Loss,
     TensorPart,
     first_call,
-    left_as_it_was,
     train,
 )
 from paceline.split.tiles.halo_exchange import gathered
@@ -114,7 +114,7 @@ class TilesCut(Cut):
         ):
             tiled.is_dry_run = True
             try:
-                with _own_functions_refused():
+                with _OwnFunctionsRefused():
                     model(*args, **kwargs)
             finally:
                 tiled.is_dry_run = False
@@ -157,21 +157,36 @@ class _Entered(torch.autograd.Function):
         return total if ctx.on_all or ctx.group.index == 0 else torch.zeros_like(total), None, None
 
 
-@contextmanager
-def _own_functions_refused() -> Iterator[None]:
-    """Refuses a user's `autograd.Function`: it is given tiles, of which its backward knows nothing."""
-    apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+class _OwnFunctionsRefused:
+    """Refuses a user's `autograd.Function` in this thread, inside: it is given tiles, of which its backward knows
+    nothing."""
 
+    lock, threads_inside, here = threading.Lock(), 0, threading.local()
+    plain_apply: Any
+
+    def __enter__(self) -> None:
+        kind = _OwnFunctionsRefused
+        with kind.lock:
+            kind.threads_inside += 1
+            if kind.threads_inside == 1:
+                kind.plain_apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+                torch.autograd.Function.apply = classmethod(kind.checked)  # type: ignore[method-assign, assignment]
+        kind.here.inside = True
+
+    def __exit__(self, *_: object) -> None:
+        kind = _OwnFunctionsRefused
+        kind.here.inside = False
+        with kind.lock:
+            kind.threads_inside -= 1
+            if kind.threads_inside == 0:
+                torch.autograd.Function.apply = classmethod(kind.plain_apply)  # type: ignore[method-assign, assignment]
+
+    @staticmethod
     def checked(kind: type, *args: Any, **kwargs: Any) -> Any:
-        if not kind.__module__.startswith(("paceline.", "torch.")):
+        inside = getattr(_OwnFunctionsRefused.here, "inside", False)
+        if inside and not kind.__module__.startswith(("paceline.", "torch.")):
             raise ModelError("model", kind.__name__, "an autograd.Function is not cut into tiles; use --replicas")
-        return apply(kind, *args, **kwargs)
-
-    torch.autograd.Function.apply = classmethod(checked)  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+        return _OwnFunctionsRefused.plain_apply(kind, *args, **kwargs)
 
 
 @contextmanager

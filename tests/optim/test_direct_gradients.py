@@ -14,8 +14,9 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from paceline.optim import linear_gradients as products
+from paceline.optim import direct_gradients as products
 from paceline.optim.gradients import GradientCollector, IntoBuffer
+from paceline.optim.postponed import Postponed
 
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
@@ -23,9 +24,9 @@ Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 @pytest.fixture(autouse=True)
 def any_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(products, "LEAST_ELEMENTS", 1)
-    plain = F.linear
+    plain = F.linear, F.embedding
     yield
-    assert F.linear is plain
+    assert (F.linear, F.embedding) == plain
 
 
 @pytest.fixture
@@ -34,9 +35,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     write = GradientCollector.write_product
 
-    def count(self: GradientCollector, slot: int, one: torch.Tensor, other: torch.Tensor) -> bool:
+    def count(self: GradientCollector, slot: int, one: torch.Tensor, other: torch.Tensor) -> None:
         found.append(slot)
-        return write(self, slot, one, other)
+        write(self, slot, one, other)
 
     monkeypatch.setattr(GradientCollector, "write_product", count)
     return found
@@ -107,6 +108,67 @@ def test_numbers_are_torchs_own_to_the_last_bit() -> None:
     collector.close()
     for found, wanted in zip([y.detach(), x.grad, *places], expected, strict=True):
         assert torch.equal(found, wanted)
+
+
+class Words(nn.Module):
+    """A table that is used twice as such, and once as a linear layer; one with padding; and an `addmm`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(7, 5)
+        self.padded = nn.Embedding(4, 5, padding_idx=-1)
+        self.weight, self.bias = nn.Parameter(torch.randn(5, 6)), nn.Parameter(torch.randn(6))
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        x = self.words(numbers) * self.words(numbers.flip(0)) + self.padded(numbers % 4)
+        y = products.addmm(self.bias, x.reshape(-1, 5), self.weight)
+        return F.linear(y[:, :5], self.words.weight)
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("shape", [(6,), (2, 6), (0,)])
+def test_rows_of_a_table_and_what_it_is_multiplied_by_add_up(
+    passes: int, shape: tuple[int, ...], counted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[int] = []
+    write = GradientCollector.write_rows
+
+    def count(self: GradientCollector, slot: int, numbers: torch.Tensor, found: torch.Tensor) -> None:
+        rows.append(slot)
+        write(self, slot, numbers, found)
+
+    monkeypatch.setattr(GradientCollector, "write_rows", count)
+    collected(Words(), plain, [torch.randint(7, shape) for _ in range(passes)])
+    assert sorted(counted) == [0] * passes + [2] * passes
+    assert sorted(rows) == [2] * 2 * passes + [3] * passes
+
+
+def test_products_that_wait_are_done_in_their_order_and_the_oldest_do_not_wait_for_long() -> None:
+    layer, place = nn.Linear(5, 5, bias=False), torch.full((5, 5), 7.0)
+    x = torch.randn(4, 3, 5)
+    plain(layer, x).backward()
+    assert layer.weight.grad is not None
+    expected = layer.weight.grad.clone()
+    collector = GradientCollector([layer.weight], [IntoBuffer(place)])
+    later = Postponed()
+    with collector.step():
+        for part in x:
+            loss = plain(layer, part)
+            with later.backward(most_backwards=2):
+                loss.backward()
+            if part is x[0]:
+                assert torch.equal(place, torch.full((5, 5), 7.0))
+        assert [number for number, _ in later._waiting] == [2, 3]
+        later.do_all()
+    assert collector.finish() == [True]
+    collector.close()
+    torch.testing.assert_close(place, expected)
+
+
+@pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}])
+def test_a_table_with_an_option_of_its_own_is_left_to_torch(option: dict[str, Any]) -> None:
+    collected(nn.Embedding(7, 5, **option), plain, [torch.tensor([1, 1, 6])])
 
 
 def test_what_comes_out_may_be_changed_in_place(counted: list[int]) -> None:

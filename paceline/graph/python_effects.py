@@ -1,0 +1,60 @@
+"""What a function does that is no operator, and so is in no graph: it prints, or counts in an attribute of a module."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import nn
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@contextmanager
+def python_effects(model: nn.Module) -> Iterator[list[str]]:
+    """Notes in a list what happens inside: one phrase for each line that prints, and each attribute that changes."""
+    found: list[str] = []
+    before = _attributes(model)
+    out = _Noting(sys.stdout)
+    with redirect_stdout(out):
+        yield found
+    found += [f"it prints at {place}" for place in dict.fromkeys(out.places)]
+    after = _attributes(model)
+    found += [
+        f"it changes {name} of {path or 'the model'}"
+        for (path, name), value in after.items()
+        if (path, name) in before and before[path, name] != value
+    ]
+
+
+def _attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Returns all plain attributes of the modules, by path and name."""
+    return {
+        (path, name): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, _PLAIN)
+    }
+
+
+class _Noting:
+    """A stream that passes on what it is given, and notes the user's lines that it comes from."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.places: list[str] = []
+
+    def write(self, text: str) -> int:
+        ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+        frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(ours)]
+        if frames:
+            self.places.append(f"{Path(frames[-1].filename).name}:{frames[-1].lineno}")
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -1,0 +1,185 @@
+"""Plans: what an emulated host is told, what is not used, and that no text a user can type ends in a traceback."""
+
+from __future__ import annotations
+
+import argparse
+import io
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from paceline.cli import SUBCOMMANDS, Parser, main, run
+from paceline.cli.run import not_used
+from paceline.cli.run_plan import RunPlan, resolve
+from paceline.errors import InvalidInput, StrategyError
+
+EMULATED = ("--emulate", "hosts=2,link=1gbit", "--replicas", "2")
+# A value that is not the default, for every flag that takes one.
+VALUES = {
+    "--replicas": "4",
+    "--nproc-per-node": "1",
+    "--wire": "bf16",
+    "--batchnorm": "local",
+    "--exchange": "collective",
+    "--timeout": "7.5",
+    "--mesh": "model=2",
+    "--layout": "hidden=model",
+    "--stages": "2",
+    "--micro-batches": "3",
+    "--schedule": "gpipe",
+    "--cut-at": "a.b",
+    "--tiles": "2",
+    "--wavefront": "2",
+    "--time-block": "5",
+    "--servers": "2",
+    "--only": "sparse",
+    "--accept": "1",
+    "--bounded": "3",
+    "--stale": "scale",
+    "--stale-lr": "0.5",
+    "--warmup-steps": "2",
+    "--warmup-epochs": "2",
+    "--durability": "log",
+    "--join": "127.0.0.1:7070",
+    "--container": "digits",
+    "--token": "token",
+    "--keys": "keys",
+    "--on-failure": "stop",
+    "--max-restarts": "3",
+    "--save-on-stop": "last.safetensors",
+    "--slow": "1:2.5x",
+    "--until": "loss<=0.5",
+    "--longest": "90s",
+    "--most-steps": "7",
+    "--nnodes": "2",
+    "--node-rank": "1",
+    "--rdzv-endpoint": "10.0.0.9:29511",
+    "--master-addr": "10.0.0.9",
+    "--master-port": "29511",
+    "--emulate": "hosts=2,link=10gbit",
+    "--run-folder": "elsewhere",
+}
+# What works on one host only, so far.
+REFUSED = {
+    *("--mesh", "--layout", "--stages", "--micro-batches", "--schedule", "--cut-at", "--tiles", "--wavefront"),
+    *("--time-block", "--servers", "--only", "--accept", "--async", "--bounded", "--stale", "--stale-lr"),
+    *("--warmup-steps", "--warmup-epochs", "--durability", "--in-graph", "--join", "--container", "--token", "--keys"),
+    "--master-port",  # without an address
+}
+WITH = {
+    "--mesh": ("--layout", "hidden=model"),
+    "--goes-on": ("--until", "loss<=0.5"),
+    "--join": ("--token", "token", "--container", "digits"),
+}
+
+
+def parser() -> Parser:
+    made = Parser("paceline run")
+    run.add_arguments(made)
+    return made
+
+
+def plan_of(*arguments: str) -> RunPlan:
+    options = parser().parse(arguments)
+    options.arguments = ["--lr", "0.1"]
+    return resolve(options)
+
+
+FLAGS = {
+    action.option_strings[-1]: action.nargs != 0
+    for action in parser()._actions
+    if action.option_strings and not isinstance(action, argparse._HelpAction)
+}
+
+
+@pytest.mark.parametrize("flag", sorted(FLAGS))
+def test_an_emulated_host_resolves_the_plan_of_its_maker_whatever_flag_was_given(flag: str) -> None:
+    typed = [flag, VALUES[flag]] if FLAGS[flag] else [flag]
+    arguments = ["train.py", *EMULATED, *typed, *WITH.get(flag, ())]
+    if flag in REFUSED:
+        with pytest.raises(StrategyError):
+            plan_of(*arguments)
+        return
+    outer = plan_of(*arguments)
+    for host in range(2):
+        plan = outer.on_host(host, "10.213.0.1:29500", "folder")
+        subcommand, *words, dashes, one, two = plan.command()
+        assert (subcommand, dashes, one, two) == ("run", "--", "--lr", "0.1")
+        own = {"host": host, "rendezvous": "10.213.0.1:29500", "run_folder": "folder", "json": False}
+        assert plan_of(*words) == plan == replace(outer, **own, quiet=outer.quiet or host == 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--replicas 2 --wire bf16", "wire bf16 (no gradient crosses a link)"),
+        ("--replicas 2 --wire bf16 --exchange collective", ""),
+        ("--replicas 2 --servers 1 --wire bf16", "wire bf16 (no gradient crosses a link)"),
+        ("--replicas 2 --servers 1 --wire bf16 --exchange tcp", ""),
+        ("--batchnorm local", "batchnorm local (there is one replica)"),
+        (
+            "--replicas 2 --servers 1 --batchnorm local",
+            "batchnorm local (with servers each replica has its own statistics)",
+        ),
+        ("--exchange shared", "exchange shared (there is one process)"),
+        ("--timeout 30", "timeout 30 s (one process waits for nobody)"),
+        ("--servers 1 --timeout 30", ""),
+        ("--on-failure stop", "on-failure stop (nobody would go on)"),
+        ("--replicas 2 --on-failure stop", ""),
+        ("--replicas 2 --max-restarts 3", "max-restarts 3 (nothing is started again, --on-failure restart would)"),
+        ("--replicas 2 --max-restarts 3 --on-failure restart", ""),
+        ("--replicas 2 --servers 2 --durability log --max-restarts 3", ""),
+        ("--servers 1 --warmup-steps 3", "warmup-steps 3 (one replica makes all steps)"),
+        ("--servers 1 --async --stale scale", "async (there is one replica), stale scale (gradients of one replica"),
+        ("--servers 1 --in-graph", "in-graph (one replica is one process)"),
+        ("--stages 1 --schedule gpipe", "schedule gpipe (there is one stage)"),
+        ("--wavefront 1 --time-block 4", "time-block 4 (there is one device)"),
+        ("--node-rank 0", "host 0 (there is one host)"),
+        ("--quiet --plain", "plain (--quiet shows no progress)"),
+    ],
+)
+def test_a_setting_without_effect_is_named_with_the_reason(line: str, said: str) -> None:
+    told = not_used(plan_of("train.py", *line.split()))
+    assert told.startswith(f"not used: {said}") if said else not told
+
+
+def test_every_flag_can_be_tried() -> None:
+    assert {flag for flag, takes_value in FLAGS.items() if takes_value} == set(VALUES)
+
+
+ODD = ("²", "٣", "-1", "1" * 5000, "a" * 5000, "=", ",", ":", "a:1,", "💥", " ")
+TEXTS = st.text(max_size=20) | st.sampled_from(ODD)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_whatever_is_typed_is_answered_with_a_sentence(data: st.DataObject, tmp_path: Path) -> None:
+    """Two flags with any text at all, in any subcommand that starts with checking; the script is missing, so that
+    what is accepted ends there."""
+    name = data.draw(st.sampled_from(sorted(set(SUBCOMMANDS) - {"server", "keys"})))
+    flags = sorted(FLAGS) if name == "run" else ["--replicas", "--at", "--token", "--tolerance", "--steps", "--json"]
+    words = [name, data.draw(TEXTS)]
+    for flag in data.draw(st.lists(st.sampled_from(flags), max_size=3, unique=True)):
+        words += [flag, data.draw(TEXTS)] if FLAGS.get(flag, True) else [flag]
+    told = io.StringIO()
+    with redirect_stderr(told), redirect_stdout(told):
+        try:
+            code = main(words)
+        except SystemExit as exit:
+            code = exit.code  # type: ignore[assignment]
+    assert code in (0, 2), words
+    assert told.getvalue().startswith("paceline: ") or code == 0
+
+
+@settings(max_examples=500, deadline=None)
+@given(flag=st.sampled_from(sorted(flag for flag in FLAGS if FLAGS[flag])), text=TEXTS)
+def test_any_text_after_a_flag_makes_a_plan_or_a_sentence(flag: str, text: str) -> None:
+    """As above, but the script is there, and nothing is started."""
+    typed = [*EMULATED, f"{flag}={text}"] if flag in ("--save-on-stop", "--run-folder") else [f"{flag}={text}"]
+    told = io.StringIO()
+    with redirect_stderr(told), suppress(InvalidInput, SystemExit):
+        plan_of("train.py", *typed, *WITH.get(flag, ()))

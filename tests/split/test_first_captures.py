@@ -1,0 +1,65 @@
+"""The first device captures what can be kept and the others find it; what it cannot keep, or fails at, all capture."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+from devices import on_devices
+
+from paceline.exchange.mailboxes import Peers
+from paceline.split.first_captures import FirstCaptures
+
+DEVICES = 3
+
+
+class Cache:
+    """Where a graph is kept or not, and who has captured it."""
+
+    def __init__(self, *, keeps: bool = True, known: bool = True, fails: bool = False) -> None:
+        self.keeps, self.known, self.fails = keeps, known, fails
+        self.is_there = False
+        self.captured: list[int] = []
+        self.capturing = threading.Barrier(DEVICES)
+
+    def prepare(self, peers: Peers) -> None:
+        with contextlib.suppress(ValueError), FirstCaptures(peers) as first:
+            if not self.is_there:
+                first.begin(self.known)
+                self._capture(peers.rank)
+
+    def _capture(self, rank: int) -> None:
+        if not self.known:
+            self.capturing.wait(timeout=10)  # all at the same time
+        time.sleep(0.05)
+        self.captured.append(rank)
+        if self.fails:
+            raise ValueError("cannot be cut")
+        self.is_there = self.keeps
+
+
+def test_one_captures_and_the_others_find_it_also_the_next() -> None:
+    caches = [Cache(), Cache()]
+    on_devices(DEVICES, lambda peers: [cache.prepare(peers) for cache in caches])
+    assert [cache.captured for cache in caches] == [[0], [0]]
+
+
+def test_what_is_there_nobody_captures() -> None:
+    cache = Cache()
+    cache.is_there = True
+    on_devices(DEVICES, cache.prepare)
+    assert cache.captured == []
+
+
+def test_what_has_no_key_all_capture_at_the_same_time() -> None:
+    cache = Cache(known=False)
+    on_devices(DEVICES, cache.prepare)
+    assert sorted(cache.captured) == [0, 1, 2]
+
+
+def test_what_could_not_be_kept_or_captured_the_others_see_for_themselves() -> None:
+    for cache in (Cache(keeps=False), Cache(fails=True)):
+        on_devices(DEVICES, cache.prepare)
+        assert cache.captured[0] == 0
+        assert sorted(cache.captured) == [0, 1, 2]
