@@ -74,6 +74,7 @@ class Supervisor:
         self._joining: set[int] = set()  # started again, not yet admitted
         self._exit_code: int | None = None  # known once the run is ending
         self._stop_requested = False
+        self._quit = False  # asked to end at once, as when another host has failed
         self._stopped_by: str | None = None
         self._kill_at: float | None = None
         self._last_signal = 0
@@ -341,11 +342,11 @@ class Supervisor:
             self._drop(replica)
 
     def _on_failure(self, replica: ReplicaProcess, code: int, step: int) -> None:
-        if self._exit_code is not None and not self._stop_requested:
+        if self._exit_code is not None and not (self._stop_requested or self._quit):
             return  # it fails because another one has failed before
         steps = {row: self._board.get(row, Word.STEP) for row in range(self._job.place.rows)}
         exit_code = self._reporter.failure(replica.row, code, step, replica.last_errors, steps)
-        self._stop_requested = False
+        self._stop_requested = self._quit = False
         self._exit_code = None
         self._end(exit_code)
 
@@ -360,6 +361,8 @@ class Supervisor:
     def _on_signal(self) -> None:
         for number in os.read(self._signals, 64):
             if self._exit_code is not None or number == signal.SIGQUIT:
+                # The other host may have failed because of a replica here that takes longer to end: it is told of then.
+                self._quit |= self._exit_code is None
                 self._exit_code = self._exit_code or 128 + number
                 self._kill_at = time.monotonic()
                 self._due.clear()

@@ -188,13 +188,15 @@ def a_slow_first_replica() -> dict[str, Any]:
     return told(trainer, values=values, mean=mean, by_hand=square(trainer.model, X).item())
 
 
+def unhurried(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Takes so long that replicas are at it at the same time, on any machine."""
+    time.sleep(0.01)
+    return square(model, x)
+
+
 def asynchronous(rule: Rule) -> Callable[[], dict[str, Any]]:
     def case() -> dict[str, Any]:
-        def slow(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-            time.sleep(0.01)
-            return square(model, x)
-
-        trainer = new_trainer(slow, rule)
+        trainer = new_trainer(unhurried, rule)
         found = losses(trainer, batch_size=2, epochs=2)
         return told(trainer, losses=found, mean=trainer.evaluate(X, square), by_hand=square(trainer.model, X).item())
 
@@ -202,7 +204,7 @@ def asynchronous(rule: Rule) -> Callable[[], dict[str, Any]]:
 
 
 def changing_rules() -> dict[str, Any]:
-    trainer = new_trainer(rule=Sync())
+    trainer = new_trainer(unhurried, Sync())
     for batch in trainer.batches(X, 6, epochs=3):
         trainer.step(batch)
         trainer.rule = Async(stale="compensate") if 5 <= trainer.steps < 15 else Sync()

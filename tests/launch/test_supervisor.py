@@ -705,18 +705,25 @@ def may_emulate() -> bool:
 
 
 @pytest.mark.skipif(not may_emulate(), reason="emulated hosts need root and iproute2")
-def test_emulated_hosts_run_the_script_and_the_first_failure_is_the_one_shown(start: Start) -> None:
-    script = """
+@pytest.mark.parametrize("linger_s", [0, 1])
+def test_emulated_hosts_run_the_script_and_the_first_failure_is_the_one_shown(start: Start, linger_s: int) -> None:
+    """Also when the first to fail is not the first to end."""
+    script = (
+        f"linger_s = {linger_s}"
+        + """
+import atexit
 print(place.rank, place.rendezvous, os.environ["GLOO_SOCKET_IFNAME"])
 mark(os.getpid())
 until(lambda: all(Path(f"mark-{rank}").exists() for rank in range(4)))
 if place.rank == 3:
+    atexit.register(time.sleep, linger_s)
     raise ValueError("on the other host")
 if place.rank == 0:
     until(lambda: Path("run/host-1/replica-3.failure.json").exists())
     raise RuntimeError("because of it")
 time.sleep(60)
 """
+    )
     run = start(script, "--replicas", "4", "--emulate", "hosts=2,link=1gbit", "--json", "--quiet").end()
     assert run.code == 1
     assert run.out.startswith("0 10.213.0.1:29500 eth0\n")
