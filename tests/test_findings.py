@@ -21,6 +21,7 @@ from paceline.watch.target import NOT_REACHED, Target
 
 SCRIPT = """
 import os, signal, sys, time
+from pathlib import Path
 import torch, torch.nn.functional as F
 from torch import nn
 import paceline as pl
@@ -38,6 +39,11 @@ def loss(model, batch):
 trainer = pl.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.05), loss)
 if checkpoint:
     trainer.resume(checkpoint)
+if float(sleeps):  # nobody has done everything before another one comes
+    place = pl.place()
+    Path(f"here-{place.rank}").touch()
+    while not all(Path(f"here-{rank}").exists() for rank in range(place.world)):
+        time.sleep(0.002)
 for epoch in range(int(epochs)):
     for batch in trainer.batches((x, y), 24, seed=0):
         trainer.step(batch)
@@ -87,7 +93,7 @@ def test_one_process_under_a_run_tells_with_time_and_samples(alone: Run) -> None
 
 
 def test_async_replicas_tell_what_they_do_together_once_and_the_servers_account(start: Start) -> None:
-    run = start(SCRIPT, "--replicas 2 --servers 1 --async").fine()
+    run = start(SCRIPT, "--replicas 2 --servers 1 --async", "'' 3 0 0.03").fine()
     assert {name: len(found(run, name)) for name in NAMES} == dict.fromkeys(NAMES, 3)
     inside = found(run, "inside")
     assert len(inside) == len(set(inside)) <= 15

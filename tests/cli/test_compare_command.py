@@ -139,7 +139,7 @@ def test_a_comparison_that_is_stopped_goes_on_where_it_was(folder: Path) -> None
     ]
     alone, servers = report["strategies"]
     assert (alone["staleness"], alone["bytes_sent"]["mean"]) == (None, 0.0)
-    assert 0 < servers["staleness"]["mean"] <= 1
+    assert 0 <= servers["staleness"]["mean"] <= 1  # 0: one replica was through before the other came
     runs = {(one["way"], one["repeat"]): one for one in report["measurements"]}
     assert len(runs) == 4
     for one in runs.values():
