@@ -14,6 +14,7 @@ from script_cases import CASES
 
 # With servers replicas need not take part in the same steps: here they have samples in each.
 STRATEGIES = {"--replicas 2": 13, "--replicas 2 --servers 2": 14, "--replicas 2 --servers 2 --exchange tcp": 14}
+EVERY = [pytest.param(flags, marks=[pytest.mark.soak] if "tcp" in flags else []) for flags in STRATEGIES]
 Runs = Callable[[str | None, int], Run]
 pytestmark = pytest.mark.timeout(300)  # the first test of a strategy waits for all of its cases
 
@@ -35,7 +36,7 @@ def flat(value: Any) -> list[Any]:
     return [number for item in value for number in flat(item)] if isinstance(value, list) else [value]
 
 
-@pytest.mark.parametrize("flags", STRATEGIES)
+@pytest.mark.parametrize("flags", EVERY)
 @pytest.mark.parametrize("case", CASES)
 def test_replicas_and_servers_come_to_what_one_process_comes_to(case: str, flags: str, run_of: Runs) -> None:
     expected, run = run_of(None, STRATEGIES[flags]).told(case), run_of(flags, STRATEGIES[flags])
@@ -43,7 +44,7 @@ def test_replicas_and_servers_come_to_what_one_process_comes_to(case: str, flags
     assert run.told(case, replica=1) == run.told(case)
 
 
-@pytest.mark.parametrize("flags", STRATEGIES)
+@pytest.mark.parametrize("flags", EVERY)
 def test_nothing_is_left_behind(flags: str, run_of: Runs) -> None:
     run_of(flags, STRATEGIES[flags]).assert_nothing_left()
 

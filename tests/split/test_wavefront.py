@@ -176,7 +176,7 @@ def test_cells_in_a_loop_train_predict_and_draw_as_in_one_process(
 TRANSLATE = Path(__file__).with_name("translate.py")
 
 
-@pytest.fixture(scope="module", params=["", " --cells"])
+@pytest.fixture(scope="module", params=["", pytest.param(" --cells", marks=pytest.mark.soak)])
 def options(request: pytest.FixtureRequest) -> str:
     return "--dropout 0.2" + str(request.param)
 
