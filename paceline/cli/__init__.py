@@ -79,6 +79,15 @@ def is_count(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 19
 
 
+def was_given(value: object) -> bool:
+    """Whether a flag has this value because somebody typed it; 0 is a value.
+
+    >>> was_given(0), was_given(None), was_given(False)
+    (True, False, False)
+    """
+    return value is not None and value is not False
+
+
 def is_port(text: str) -> bool:
     return is_count(text) and 0 < int(text) < 65536
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from paceline.cli import Parser, complain
+from paceline.cli import Parser, complain, was_given
 from paceline.cli.cut import CUT_FLAGS
 from paceline.cli.plan import find_calibration, find_profile
 from paceline.errors import StrategyError
@@ -25,7 +25,7 @@ def by_plan(options: argparse.Namespace, add_arguments: Callable[[Parser], None]
     """Returns the options with the flags of the best plan; says which that is, and why."""
     for name in (*_DECIDED, *_OF_HOSTS):
         value = getattr(options, name, None)
-        if value not in (None, False):
+        if was_given(value):
             flag = name.replace("_", "-")
             why = "plans are for this machine, see `paceline plan --hosts`" if name in _OF_HOSTS else "it decides that"
             raise StrategyError("auto", "set", f"{why}, leave out --{flag}, or --auto")
@@ -43,5 +43,5 @@ def by_plan(options: argparse.Namespace, add_arguments: Callable[[Parser], None]
     parser = Parser("paceline run")
     add_arguments(parser)
     planned = parser.parse([options.script, *best.flags()])
-    typed = {name: value for name, value in vars(options).items() if value not in (None, False)}
+    typed = {name: value for name, value in vars(options).items() if was_given(value)}
     return argparse.Namespace(**{**vars(planned), **typed, "arguments": options.arguments, "auto": None})

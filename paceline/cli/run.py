@@ -197,6 +197,8 @@ def _run_here(plan: RunPlan, path: Path) -> int:
             display.say(f"paceline: {_summary(outcome, plan, began)}; run folder {path}")
             if compared is not None:
                 display.say(f"paceline: {compared.words}")
+        elif outcome.exit_code == NOT_REACHED and outcome.target is not None:
+            display.say(f"paceline: {_of_target(outcome, outcome.target)}; run folder {path}")
         if plan.json:
             beside = msgspec.structs.asdict(compared) if compared is not None else {}
             display.pass_on(_as_json(path, {**asdict(outcome), **beside}), error=False)

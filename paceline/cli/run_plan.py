@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.cli import is_count, is_port
+from paceline.cli import is_count, is_port, was_given
 from paceline.cli.cut import CUT_FLAGS, read_split
 from paceline.errors import StrategyError
 from paceline.exchange.board import MOST_REPLICAS
@@ -103,7 +103,7 @@ class RunPlan:
         words = self.strategy.flags()
         for own in (f.name for f in fields(self) if f.name not in _NOT_FLAGS):
             value, flag = getattr(self, own), _FLAGS.get(own, f"--{own.replace('_', '-')}")
-            if own in self.given_settings and value not in (None, False):
+            if own in self.given_settings and was_given(value):
                 words += [flag] if value is True else [flag, str(value)]
         return words
 

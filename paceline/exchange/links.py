@@ -85,9 +85,9 @@ class Links:
         try:
             work.wait(*() if self._device.type == "cuda" else (LOOK_EVERY,))
         except RuntimeError:
-            if work.is_completed():
-                raise
-            return False
+            if not work.is_completed():
+                return False
+            work.wait()  # it was completed just then: this returns, or raises what really went wrong
         return True
 
     def sum_in_call(self, values: torch.Tensor) -> torch.Tensor:

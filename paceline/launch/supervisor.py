@@ -373,6 +373,7 @@ class Supervisor:
 
     def _stop(self, exit_code: int, **why: str) -> None:
         """Ask all replicas to end after the step they are at; they may save first."""
+        self._look_at_progress()  # the last look may be a while ago
         self._exit_code = exit_code
         self._stop_requested = True
         self._stopped_by = next(iter(why.values()))

@@ -95,17 +95,22 @@ class Evaluation:
             raise LossError("metric", self._returns(), expected)
         names = [] if self._names == [None] else list(map(str, self._names))
         counted = [index for index, counts in enumerate(self._counted) if counts]
-        return EvaluationResult(key, sums.tolist(), names, counted)
+        return EvaluationResult(key, sums[CHECKS:].tolist(), names, counted)
 
     def value(self, result: EvaluationResult) -> Any:
         """Returns what the user gets: the mean over all samples, or over what the metric counts."""
-        size, sums = max(1, len(result.names or ())), result.sums[CHECKS:]
+        size, sums = max(1, len(result.names or ())), result.sums
         counts = dict(zip(result.counted, sums[size : size + len(result.counted)], strict=True))
         means = [
             MeanPart(total, counts[index]).mean if index in counts else total / self.length
             for index, total in enumerate(sums[:size])
         ]
         return dict(zip(result.names, means, strict=True)) if result.names else means[0]
+
+
+def as_added_up(result: EvaluationResult) -> list[float]:
+    """Returns the sums of a result as a chief has them, behind numbers by which nobody disagrees."""
+    return result.sums if result.names is None else [*[0.0] * CHECKS, *result.sums]
 
 
 def _other_kind(name: Any, *, counted: bool) -> LossError:

@@ -184,16 +184,23 @@ def run_points(flags: Sequence[str], steps: int, *, norms: bool, few: bool = Fal
             str(steps),
         ]
         command += ["--few"] if few else [] if norms else ["--no-norms"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LONGEST_RUN_S, cwd=scratch)
+        done = _until_its_end(command, f"calibrating with `{' '.join(flags)}`", cwd=scratch)
         if done.returncode or not out.exists():
             last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
             raise LaunchError(f"calibrating with `{' '.join(flags)}` failed: {last[0]}")
         return msgspec.json.decode(out.read_bytes(), type=tuple[ExchangePoint, ...])
 
 
+def _until_its_end(command: Sequence[str], what: str, cwd: str | None = None) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=LONGEST_RUN_S, cwd=cwd)
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"{what} took longer than {LONGEST_RUN_S:g} s: try again on a quiet machine") from None
+
+
 def _machine() -> dict[str, float]:
     command = [sys.executable, "-m", "paceline.plan.machine_script"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LONGEST_RUN_S)
+    done = _until_its_end(command, "measuring memory and cores")
     if done.returncode:
         raise LaunchError(f"measuring memory and cores failed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
     found: dict[str, float] = json.loads(done.stdout)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import paceline as pl
+from paceline.errors import PacelineError
 from paceline.loop.returned_loss import read_loss
 from paceline.plan.calibration import ExchangePoint
 from paceline.profile.step_times import StepWork, repeat, timing
@@ -54,6 +55,8 @@ def measure(width: int, depth: int, norms: bool, steps: int) -> ExchangePoint:
         marks.append(time.perf_counter())
     # A cut model holds its loss against its graph in steps 1, 2, 4 …
     steady = [number for number in range(WARM_UP + 1, len(marks)) if number & (number - 1)]
+    if not steady:
+        raise PacelineError(f"a replica made {len(marks) - 1} steps, too few to measure: try again on a quiet machine")
     lasted = timing([marks[number] - marks[number - 1] for number in steady])
     trainer.close()
     work = StepWork(loss, alone, torch.randn(SAMPLES, width), lambda returned: read_loss(returned, "in calibration"))

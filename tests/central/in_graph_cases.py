@@ -163,7 +163,7 @@ def a_slow_replica() -> dict[str, Any]:
 
     def slow(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         times[me()] += 1
-        time.sleep(0.08 if me() == 2 else 0.005)
+        time.sleep(0.3 if me() == 2 else 0.005)
         return square(model, x)
 
     trainer = new_trainer(slow, Sync(2))

@@ -90,7 +90,10 @@ def test_a_script_without_a_trainer_is_told_how_to_add_one(capsys: pytest.Captur
     assert "ended before its first step: ValueError: no data" in refused(capsys, "plan", "train.py")
 
 
-@pytest.mark.parametrize(("flags", "named"), [(["--replicas", "2"], "replicas"), (["--nnodes", "2"], "hosts")])
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [(["--replicas", "2"], "replicas"), (["--nnodes", "2"], "hosts"), (["--bounded", "0"], "bounded")],
+)
 def test_auto_decides_alone(flags: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"leave out --{named}" in refused(capsys, "run", "train.py", "--auto", *flags)
 

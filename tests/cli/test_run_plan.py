@@ -96,6 +96,11 @@ FLAGS = {
 }
 
 
+def test_a_zero_is_passed_on_to_an_emulated_host() -> None:
+    plan = plan_of("train.py", *EMULATED, "--timeout", "0.5", "--most-steps", "1", "--max-restarts", "0")
+    assert plan_of(*plan.on_host(0, "10.213.0.1:29500", "folder").command()[1:-3]).max_restarts == 0
+
+
 @pytest.mark.parametrize("flag", sorted(FLAGS))
 def test_an_emulated_host_resolves_the_plan_of_its_maker_whatever_flag_was_given(flag: str) -> None:
     typed = [flag, VALUES[flag]] if FLAGS[flag] else [flag]

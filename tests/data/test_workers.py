@@ -140,7 +140,7 @@ def test_a_worker_that_is_killed_is_told_at_once_in_a_sentence() -> None:
         )
         with pytest.raises(PacelineError, match="have ended"):
             feed.load(Ledger(40, 10), 0, range(5))
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 20
     assert not psutil.Process().children()
 
 
@@ -166,7 +166,7 @@ def test_a_sample_that_nobody_waits_for_does_not_hold_up_the_end() -> None:
         ahead.want([(0, (range(4),))])
         time.sleep(0.2)
         ahead.close()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 50  # a sample takes 100
     assert not psutil.Process().children()
 
 
@@ -186,7 +186,7 @@ def test_workers_end_with_a_process_that_is_killed() -> None:
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     workers = list(map(int, result.stdout.split()))
     assert len(workers) == 3
-    end = time.monotonic() + 2
+    end = time.monotonic() + 20
     while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in workers):
         assert time.monotonic() < end
         time.sleep(0.01)

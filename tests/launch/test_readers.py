@@ -68,7 +68,7 @@ def test_a_reader_that_pauses_gets_everything_and_nobody_waits_for_it(tmp_path: 
         time.sleep(0.2)
         assert run.poll() is None, "it waits for its reader"
         assert run.stdout.read() == LINES
-        assert run.wait(timeout=5) == 130
+        assert run.wait(timeout=30) == 130
         assert b"replica 1 was killed by SIGKILL before its first step; 2 replicas go on\n" in run.stderr.read()
 
 
@@ -80,7 +80,7 @@ def test_a_second_interrupt_ends_the_wait_for_a_reader_who_never_comes(tmp_path:
         await_event(tmp_path, "ended")
         time.sleep(0.1)
         run.send_signal(signal.SIGINT)
-        assert run.wait(timeout=5) == 130
+        assert run.wait(timeout=30) == 130
         assert not psutil.pid_exists(started["pid"])
 
 

