@@ -7,6 +7,7 @@ must have in `paceline/cli/checks.py`.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
 import secrets
 import socket
@@ -21,7 +22,9 @@ from paceline.errors import StrategyError
 from paceline.exchange.board import MOST_REPLICAS
 from paceline.launch.emulate import Emulation
 from paceline.launch.job import POLICIES, RunJob
+from paceline.launch.meeting import HostsSetting
 from paceline.machine import shared_words_work
+from paceline.net.secure import Keys, read_token
 from paceline.rules import Async, Rule, Sync
 from paceline.run_place import Place, ServersPlace, check_container
 from paceline.slow_replicas import parse_slow
@@ -51,6 +54,8 @@ _FLAGS = {
     "longest_s": "--longest",
 }
 _STOPS = ("until", "goes_on", "longest_s", "most_steps")
+# Of these every host may have its own.
+_OF_ONE_HOST = ("script", "arguments", "host", "rendezvous", "save_on_stop", "token", "keys")
 _NOT_FLAGS = ("script", "arguments", "strategy", "given")
 
 
@@ -72,6 +77,7 @@ class RunPlan:
     container: str | None = None  # the run folder's name, if it is not given
     token: str | None = None
     keys: str | None = None
+    servers_on: str | None = None  # hosts, such as 0,2
     until: str | None = None  # a target, such as accuracy>=0.97
     goes_on: bool = False  # after it was reached
     longest_s: float | None = None
@@ -87,7 +93,8 @@ class RunPlan:
     @property
     def settings(self) -> dict[str, object]:
         """What a person may want to know of it, by name."""
-        hidden = {"strategy", "given", *_SEEN, *(_JOINED if self.join is None else ())}
+        without = (name for name in _JOINED if self.join is None and getattr(self, name) is None)
+        hidden = {"strategy", "given", *_SEEN, *without}
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in hidden}
         own["goes_on"] = own["goes_on"] or None
         return {**own, **self.strategy.settings}
@@ -119,6 +126,8 @@ class RunPlan:
     def on_host(self, host: int, rendezvous: str, run_folder: str) -> RunPlan:
         """The plan of one emulated host: all of this one, of which the first host speaks to the user."""
         own: dict[str, Any] = {"host": host, "rendezvous": rendezvous, "run_folder": run_folder}
+        if self.meets and self.keys is None:
+            own["token"] = self.token or run_folder
         own |= {"json": False} if host == 0 else {"json": False, "quiet": True}
         return replace(self, **own, given={**self.given, **own})
 
@@ -131,12 +140,42 @@ class RunPlan:
             on_failure=self.on_failure,
             max_restarts=self.max_restarts,
             shown=self.host == 0,
-            servers=0 if self.join is not None else self.strategy.server_processes,
+            server_hosts=self.server_hosts,
+            hosts=self._meeting() if self.meets else None,
+            token=read_token(Path(self.token)) if self.token is not None and self.meets else None,
+            keys=str(Path(self.keys).resolve()) if self.keys is not None and self.meets else None,
             container=container,
             module=self.module,
             until=Target.parse(self.until) if self.until is not None else None,
             goes_on=self.goes_on,
             longest_s=self.longest_s,
+        )
+
+    @property
+    def meets(self) -> bool:
+        """Whether the supervisors of several hosts meet: they start servers that all replicas use."""
+        return self.hosts > 1 and bool(self.server_hosts)
+
+    @property
+    def server_hosts(self) -> tuple[int, ...]:
+        """By server that the run starts: on which host. Dealt in turn, so that neighbours are on different ones."""
+        if self.join is not None:
+            return ()
+        on = [int(host) for host in self.servers_on.split(",")] if self.servers_on is not None else range(self.hosts)
+        return tuple(on[number % len(on)] for number in range(self.strategy.server_processes))
+
+    def _meeting(self) -> HostsSetting:
+        assert self.rendezvous is not None
+        own = {name: value for name, value in self.settings.items() if name not in _OF_ONE_HOST}
+        versions = {package: importlib.metadata.version(package) for package in ("paceline", "torch")}
+        return HostsSetting(
+            host=self.host,
+            hosts=self.hosts,
+            rendezvous=self.rendezvous,
+            token=read_token(Path(self.token)) if self.token is not None else "",
+            keys=Keys.load(Path(self.keys)) if self.keys is not None else None,
+            settings={name.removesuffix("_s").replace("_", "-"): str(value) for name, value in own.items()} | versions,
+            timeout_s=self.strategy.timeout_s,
         )
 
     def place(self, run_folder: Path) -> Place:
@@ -188,7 +227,8 @@ def resolve(options: argparse.Namespace) -> RunPlan:
     _check_join(given, hosts)
     split = read_split(given)
     strategy = _strategy(given, _count_replicas(given, hosts, split), split)
-    survives = hosts == 1 and split is None and not by_collectives(strategy)
+    own_servers = strategy.on_servers and "join" not in given
+    survives = (hosts == 1 or own_servers) and split is None and not by_collectives(strategy)
     on_failure = one_of("on-failure", given.get("on_failure", "continue" if survives else "stop"), POLICIES)
     if by_collectives(strategy) and on_failure != "stop":
         raise StrategyError("on-failure", on_failure, "replicas that use collectives survive no death: give stop")
@@ -213,6 +253,7 @@ def resolve(options: argparse.Namespace) -> RunPlan:
         emulate=given.get("emulate"),
         join=",".join(addresses("join", given["join"])) if "join" in given else None,
         until=str(Target.parse(given["until"])) if "until" in given else None,
+        servers_on=_servers_on(given, hosts, strategy),
         **{name: given[name] for name in (*_JOINED[1:], *_STOPS[1:], "slow", *_SEEN) if name in given},
         given=given,
     )
@@ -226,25 +267,50 @@ def _check_hosts(given: Mapping[str, Any], hosts: int, strategy: Strategy, on_fa
         raise StrategyError("in-graph", "set", expected)
     if strategy.devices > 1 and strategy.on_servers:
         raise StrategyError(field, value, "a cut model with servers works on one host so far")
-    if strategy.server_processes and "join" not in given:
-        expected = (
-            "every host would start servers of its own and train a model of its own, leave out --servers, or start "
-            "servers with `paceline server` and give --join"
-        )
-        raise StrategyError(field, value, expected)
-    if strategy.server_processes and "emulate" in given:
+    if strategy.server_processes and not strategy.on_servers:
+        raise StrategyError(field, value, "tables on servers work on one host so far, leave out --only sparse")
+    if strategy.server_processes and "join" in given and "emulate" in given:
         raise StrategyError(field, value, "emulated hosts reach no server outside, leave out --join")
+    if strategy.server_processes and not {"join", "emulate", "token", "keys"} & given.keys():
+        expected = "say how servers tell friends from strangers, --token with a secret file on every host, or --keys"
+        raise StrategyError("servers", strategy.server_processes, expected)
     if strategy.split is not None and (strategy.replicas % hosts or "emulate" in given):
         raise StrategyError(field, value, "a model is cut over devices of one host, and replicas on one host so far")
-    if on_failure != "stop":
+    if on_failure != "stop" and ("join" in given or not strategy.on_servers):
         raise StrategyError("on-failure", on_failure, "between several hosts no death is survived yet: give stop")
+
+
+def _servers_on(given: Mapping[str, Any], hosts: int, strategy: Strategy) -> str | None:
+    """The hosts that the servers are on, as they were given; each must be there, and have one."""
+    text = given.get("servers_on")
+    if text is None:
+        return None
+    if hosts == 1 or "join" in given or not strategy.server_processes:
+        raise StrategyError("servers-on", text, "it is about servers that are started on several hosts, leave it out")
+    named = [host.strip() for host in text.split(",")]
+    for host in named:
+        if not is_count(host) or int(host) >= hosts:
+            raise StrategyError("servers-on", text, f"{host!r} is no host, give numbers from 0 to {hosts - 1}")
+    if len(set(map(int, named))) < len(named):
+        raise StrategyError("servers-on", text, "a host is there twice, give each once")
+    if len(named) > strategy.server_processes:
+        expected = f"that is {len(named)} hosts for {strategy.server_processes} server(s), name at most as many"
+        raise StrategyError("servers-on", text, expected)
+    return ",".join(str(int(host)) for host in named)
 
 
 def _check_join(given: Mapping[str, Any], hosts: int) -> None:
     if "join" not in given:
-        for flag in ("container", "token", "keys"):
+        spread = hosts > 1 and "servers" in given
+        for flag in ("container",) if spread else ("container", "token", "keys"):
             if flag in given:
-                raise StrategyError(flag, given[flag], "it belongs to servers that run already, give --join ADDRESSES")
+                also = ", or to servers of a run on several hosts" if flag != "container" else ""
+                expected = f"it belongs to servers that run already{also}, give --join ADDRESSES"
+                raise StrategyError(flag, given[flag], expected)
+        if spread and "emulate" not in given and "token" in given and "keys" in given:
+            raise StrategyError(
+                "token", given["token"], "certificates tell who comes, give only one of --token, --keys"
+            )
         return
     if given.get("servers", count := len(addresses("join", given["join"]))) != count:
         raise StrategyError("servers", given["servers"], "--join uses servers that run already, leave it out")

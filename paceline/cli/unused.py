@@ -22,7 +22,11 @@ def _nothing_on_a_link(plan: RunPlan) -> bool:
     strategy = plan.strategy
     if strategy.on_servers:
         addresses = plan.join.split(",") if plan.join is not None else []
-        return strategy.exchange != "tcp" and all(is_loopback(address.rpartition(":")[0]) for address in addresses)
+        return (
+            strategy.exchange != "tcp"
+            and not plan.meets
+            and all(is_loopback(address.rpartition(":")[0]) for address in addresses)
+        )
     return plan.hosts == 1 and not by_collectives(strategy)
 
 
