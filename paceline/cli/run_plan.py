@@ -109,7 +109,7 @@ class RunPlan:
         """What `paceline run` is given to resolve to this plan: its strategy's flags, and its own that were given."""
         words = self.strategy.flags()
         for own in (f.name for f in fields(self) if f.name not in _NOT_FLAGS):
-            value, flag = getattr(self, own), _FLAGS.get(own, f"--{own.replace('_', '-')}")
+            value, flag = getattr(self, own), _flag(own)
             if own in self.given_settings and value not in (None, False):
                 words += [flag] if value is True else [flag, str(value)]
         return words
@@ -174,7 +174,7 @@ class RunPlan:
             rendezvous=self.rendezvous,
             token=read_token(Path(self.token)) if self.token is not None else "",
             keys=Keys.load(Path(self.keys)) if self.keys is not None else None,
-            settings={name.removesuffix("_s").replace("_", "-"): str(value) for name, value in own.items()} | versions,
+            settings={_flag(name).lstrip("-"): str(value) for name, value in own.items()} | versions,
             timeout_s=self.strategy.timeout_s,
         )
 
@@ -213,6 +213,10 @@ class RunPlan:
         if self.hosts == 1:
             return f"{address}:{free_port()}" if by_collectives(self.strategy) else self.rendezvous
         return f"{address}:{int(port) + (1 if int(port) < 65535 else -1)}"  # all hosts have to know it
+
+
+def _flag(setting: str) -> str:
+    return _FLAGS.get(setting, f"--{setting.removesuffix('_s').replace('_', '-')}")
 
 
 # ── what was typed ───────────────────────────────────────────────────────────────────────────────────────────

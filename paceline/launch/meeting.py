@@ -4,7 +4,7 @@ A run whose servers are spread over hosts needs more than its replicas know: whe
 was started with the same flags, and later who has ended. So every supervisor keeps one connection to host 0's for as
 long as the run lasts. What one host says all others hear, passed on by host 0. That a connection ends is a message too:
 with a supervisor die all its processes, so its host is gone; a host that falls silent without a word is found by TCP's
-keepalive, within a minute.
+keepalive, in 20 seconds.
 
     host 1 ──comes, its servers are at …──▶ host 0 ◀──comes── host 2        the same flags? then:
     host 1 ◀──────begins, all servers are at …────── host 0 ──────▶ host 2  … training …
@@ -51,6 +51,7 @@ from paceline.net.secure import HANDSHAKE_S, Keys, same_proof, wrap_client, wrap
 CONNECT_S = 5.0
 RETRY_S = 0.2
 SEND_S = 10.0
+SILENT_S = 20  # after which a host that does not even acknowledge packets is gone
 MOST_STRANGERS_AT_ONCE = 64
 MOST_QUOTED = 100
 
@@ -75,7 +76,7 @@ class _Arrived:
     """A connection to a host that has shown who it is; the message is what it has come with."""
 
     channel: Channel[HostMessage]
-    address: str  # of this machine, on that connection
+    address: str  # of this machine on that connection, for a host that has not come with its servers' addresses yet
     comes: HostComes | None = None
 
 
@@ -355,8 +356,9 @@ class Meeting:
             secured = wrap_server(connection, keys) if keys is not None else connection
             channel = Channel(secured, HOST_MESSAGES, most_body_bytes=0)
             comes = self._welcome(channel)
+            _notice_silence(secured)
             channel.trusted = True
-            self._put(comes.host, _Arrived(channel, connection.getsockname()[0] if keys is None else "", comes))
+            self._put(comes.host, _Arrived(channel, "", comes))
         except (PacelineError, OSError) as error:
             self._say(f"turned away whoever came from {address}: {error}")
             channel.close() if channel is not None else connection.close()
@@ -410,7 +412,9 @@ class Meeting:
     def _greet(self, connection: socket.socket) -> _Arrived:
         address = str(connection.getsockname()[0])
         keys = self._setting.keys
-        channel = Channel(wrap_client(connection, keys) if keys is not None else connection, HOST_MESSAGES)
+        secured = wrap_client(connection, keys) if keys is not None else connection
+        channel = Channel(secured, HOST_MESSAGES, most_body_bytes=0)
+        _notice_silence(secured)
         try:
             own, token = secrets.token_bytes(NONCE_BYTES), self._setting.token
             channel.send(HostGreeting(version=__version__, nonce=own), timeout_s=HANDSHAKE_S)
@@ -433,6 +437,14 @@ def _hear(channel: Channel[HostMessage], kind: type[Said], timeout_s: float = HA
     if not isinstance(heard, kind):
         raise FrameError(f"{type(heard).__name__} has come and not {kind.__name__}")
     return heard
+
+
+def _notice_silence(connection: socket.socket) -> None:
+    """Have the kernel end a connection whose other side is silent, also while something is on its way there."""
+    with contextlib.suppress(OSError):  # whoever uses it next finds out
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_S // 4)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENT_S // 4)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_S)
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

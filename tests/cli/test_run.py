@@ -87,10 +87,25 @@ SENTENCES = {
     "run train.py --replicas 2 --exchange collective --on-failure continue": (
         "on-failure is 'continue': replicas that use collectives survive no death: give stop"
     ),
-    "run train.py --nnodes 2 --servers 2": "nnodes is 2: every host would start servers of its own and train a model",
-    "run train.py --nnodes 2 --servers 2 --only sparse": "nnodes is 2: every host would start servers of its own",
-    "run train.py --emulate hosts=2,link=1gbit --servers 1": (
-        "emulate is 'hosts=2,link=1gbit': every host would start servers of its own"
+    "run train.py --nnodes 2 --servers 2": "servers is 2: say how servers tell friends from strangers, --token with a",
+    "run train.py --nnodes 2 --servers 2 --only sparse": "nnodes is 2: tables on servers work on one host so far",
+    "run train.py --emulate hosts=2,link=1gbit --servers 2 --servers-on 0,2": (
+        "servers-on is '0,2': '2' is no host, give numbers from 0 to 1"
+    ),
+    "run train.py --emulate hosts=2,link=1gbit --servers 1 --servers-on 0,1": (
+        "servers-on is '0,1': that is 2 hosts for 1 server(s), name at most as many"
+    ),
+    "run train.py --emulate hosts=2,link=1gbit --servers 2 --servers-on 1,1": (
+        "servers-on is '1,1': a host is there twice, give each once"
+    ),
+    "run train.py --servers 2 --servers-on 0": (
+        "servers-on is '0': it is about servers that are started on several hosts, leave it out"
+    ),
+    "run train.py --nnodes 2 --servers 2 --token secret --keys keys": (
+        "token is 'secret': certificates tell who comes, give only one of --token, --keys"
+    ),
+    "run train.py --token secret": (
+        "token is 'secret': it belongs to servers that run already, or to servers of a run on several hosts"
     ),
     "run train.py --emulate hosts=2,link=1gbit --join 127.0.0.1:7070 --token folder --container a": (
         "emulate is 'hosts=2,link=1gbit': emulated hosts reach no server outside, leave out --join"
