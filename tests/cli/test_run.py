@@ -243,6 +243,7 @@ def test_the_configuration_says_of_each_value_where_it_came_from() -> None:
         "batchnorm": {"value": "exact", "from": "default"},
         "exchange": {"value": "auto", "from": "default"},
         "timeout_s": {"value": 30.0, "from": "flag"},
+        "servers_on": {"value": None, "from": "default"},
         "on_failure": {"value": "continue", "from": "default"},
         "max_restarts": {
             "value": 0,
