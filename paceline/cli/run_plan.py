@@ -278,8 +278,6 @@ def _check_hosts(given: Mapping[str, Any], hosts: int, strategy: Strategy, on_fa
     if strategy.server_processes and not {"join", "emulate", "token", "keys"} & given.keys():
         expected = "say how servers tell friends from strangers, --token with a secret file on every host, or --keys"
         raise StrategyError("servers", strategy.server_processes, expected)
-    if strategy.split is not None and (strategy.replicas % hosts or "emulate" in given):
-        raise StrategyError(field, value, "a model is cut over devices of one host, and replicas on one host so far")
     if on_failure != "stop" and ("join" in given or not strategy.on_servers):
         raise StrategyError("on-failure", on_failure, "between several hosts no death is survived yet: give stop")
 

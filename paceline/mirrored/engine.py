@@ -36,7 +36,7 @@ from paceline.loop.engine import Batch, Closed, Computed, ReplicaWork
 from paceline.loop.lockstep import BatchShare, LockstepEngine
 from paceline.loop.run_state import RunState, StateByName
 from paceline.loss_value import NOTHING, FoundLoss, LossPart, Weight, differing_kinds, nothing_counted
-from paceline.mirrored.between_hosts import OneHost
+from paceline.mirrored.between_hosts import OneHost, weights_by_rank
 from paceline.mirrored.joining import Joining
 from paceline.mirrored.logged_numbers import LoggedNumbers
 from paceline.mirrored.model_part import CutModel, WholeModel
@@ -132,7 +132,7 @@ class MirroredEngine(LockstepEngine):
             yield
 
     def train(self, loss: Loss, batch: Any, weight: Weight, check: Check) -> LossPart:
-        if self._hosts.count > 1:  # gradients are weighed while backward still runs
+        if self._hosts.count > 1 and self._part.devices == 1:  # gradients are weighed while backward still runs
             return self._part.train(loss, batch, weight, lambda returned: self._count_early(check(returned), weight))
         return self._part.train(loss, batch, weight, check)
 
@@ -263,16 +263,9 @@ class MirroredEngine(LockstepEngine):
         logged = self._logged.add_up(ranks) if logs else {}
         mean = loss / total if sums else loss
         closed = Closed(mean, int(samples), int(count) // self._part.devices, bool(stop), logged)
-        weights = self._weights(ranks, total) if sums and self._hosts.count == 1 else None
+        alone = self._hosts.count == 1
+        weights = weights_by_rank(board, ranks, self._part.devices, total) if sums and alone else None
         return closed, DecidedStep(members, number, touched.tolist(), weights)
-
-    def _weights(self, ranks: Sequence[int], total: float) -> dict[int, float]:
-        """Returns by rank what its gradient counts in the mean over that total; one device of a replica knows."""
-        board, devices = self._board, self._part.devices
-        units: dict[int, float] = {}
-        for rank in ranks:
-            units[rank // devices] = max(units.get(rank // devices, 0.0), board.get_float(rank, Word.UNIT))
-        return {rank: units[rank // devices] / total for rank in ranks}
 
     # ── other calls of the script ────────────────────────────────────────────────────────────────────────
 

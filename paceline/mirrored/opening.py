@@ -57,7 +57,7 @@ def open_mirrored(training: Training, tables: OpenTables) -> MirroredEngine:
         model,
         optimizer,
         together,
-        hosts=BetweenHosts(together, links) if links is not None else OneHost(),
+        hosts=BetweenHosts(together, links, strategy.devices) if links is not None else OneHost(),
         replica=training.place.replica,
         clip_norm=training.clip_norm,
         batchnorm=strategy.batchnorm,

@@ -110,8 +110,14 @@ SENTENCES = {
     "run train.py --emulate hosts=2,link=1gbit --join 127.0.0.1:7070 --token folder --container a": (
         "emulate is 'hosts=2,link=1gbit': emulated hosts reach no server outside, leave out --join"
     ),
-    "run train.py --emulate hosts=2,link=1gbit --replicas 2 --stages 2": (
-        "emulate is 'hosts=2,link=1gbit': a model is cut over devices of one host"
+    "run train.py --emulate hosts=2,link=1gbit --replicas 3 --stages 2": (
+        "replicas is 3: give a multiple of 2, as many to each of the 2 hosts"
+    ),
+    "run train.py --emulate hosts=2,link=1gbit --mesh data=3,model=2 --layout batch=data,hidden=model": (
+        "replicas is 3: give a multiple of 2, as many to each of the 2 hosts"
+    ),
+    "run train.py --emulate hosts=2,link=1gbit --replicas 2 --stages 2 --servers 1": (
+        "emulate is 'hosts=2,link=1gbit': a cut model with servers works on one host so far"
     ),
     "run train.py --emulate hosts=2,link=1gbit --async": "async is 'set': it needs servers, give --servers 1 or more",
     "run train.py --emulate hosts=2,link=1gbit --durability log": "durability is 'log': it needs servers",
