@@ -160,8 +160,11 @@ class Meeting:
         return lambda: self._all_are_there(come, container)
 
     def _begins(self) -> RunBegins | None:
-        for _, message in self._take():
+        taken = self._take()
+        for number, (_, message) in enumerate(taken):
             if isinstance(message, RunBegins):
+                for host, later in taken[number + 1 :]:
+                    self._put(host, later)
                 return message
             if isinstance(message, RunRefused):
                 raise LaunchError(message.sentence)
