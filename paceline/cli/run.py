@@ -130,6 +130,9 @@ def add_strategy_arguments(parser: argparse.ArgumentParser) -> None:
         "--nproc-per-node", type=whole("nproc-per-node", 1), metavar="N", help="the same, for one machine"
     )
     group.add_argument("--wire", metavar="FORMAT", help="of gradients between hosts: fp32 (default), bf16, fp16, int8")
+    group.add_argument(
+        "--every", type=whole("every", 1), metavar="N", help="hosts exchange after every N steps, default 1"
+    )
     group.add_argument("--batchnorm", metavar="HOW", help="exact (whole batch, default) or local (as DDP)")
     group.add_argument(
         "--exchange", metavar="HOW", help="auto (default), shared or collective; with servers auto or tcp"

@@ -240,6 +240,9 @@ def resolve(options: argparse.Namespace) -> RunPlan:
         raise StrategyError("on-failure", on_failure, "a cut model needs all its devices: give stop or restart")
     if hosts > 1:
         _check_hosts(given, hosts, strategy, on_failure)
+    elif given.get("every", 1) > 1 and not by_collectives(strategy):
+        expected = "replicas of one host share memory and send nothing, it is for several hosts, leave it out"
+        raise StrategyError("every", given["every"], expected)
     if "slow" in given:
         parse_slow(given["slow"], strategy.replicas)
     if "goes_on" in given and "until" not in given:
@@ -343,7 +346,7 @@ def addresses(field: str, text: str) -> list[str]:
 
 def _strategy(given: Mapping[str, Any], replicas: int, split: Split | None) -> Strategy:
     common = {name: given[name] for name in ("wire", "exchange", "timeout_s") if name in given}
-    batchnorm = {"batchnorm": given["batchnorm"]} if "batchnorm" in given else {}
+    mirrored = {name: given[name] for name in ("batchnorm", "every") if name in given}
     if "only" in given:
         one_of("only", given["only"], ("sparse",))
         if "servers" not in given:
@@ -351,10 +354,11 @@ def _strategy(given: Mapping[str, Any], replicas: int, split: Split | None) -> S
         if split is not None:
             raise StrategyError("only", given["only"], "a cut model has no tables on servers so far, leave it out")
         _refuse(given, (*_OF_SERVERS, "join"), "with --only sparse replicas are mirrored, leave it out")
-        return Mirrored(replicas=replicas, table_servers=given["servers"], **common, **batchnorm)
+        return Mirrored(replicas=replicas, table_servers=given["servers"], **common, **mirrored)
     if "servers" not in given and "join" not in given:
         _refuse(given, _OF_SERVERS, "it needs servers, give --servers 1 or more")
-        return Mirrored(replicas=replicas, split=split, **common, **batchnorm)
+        return Mirrored(replicas=replicas, split=split, **common, **mirrored)
+    _refuse(given, ("every",), "with servers replicas push at each step, leave it out")
     if given.get("batchnorm", "local") != "local":
         raise StrategyError("batchnorm", given["batchnorm"], "with servers statistics are local, leave it out")
     servers = len(addresses("join", given["join"])) if "join" in given else given["servers"]

@@ -46,6 +46,7 @@ def _no_restart(plan: RunPlan) -> bool:
 
 _TABLE: tuple[tuple[str, Condition, str], ...] = (
     ("wire", _nothing_on_a_link, "no gradient crosses a link"),
+    ("every", _nothing_on_a_link, "no gradient crosses a link"),
     ("batchnorm", lambda plan: plan.strategy.replicas == 1, "there is one replica"),
     ("batchnorm", lambda plan: plan.strategy.on_servers, "with servers each replica has its own statistics"),
     ("exchange", _one_process, "there is one process"),

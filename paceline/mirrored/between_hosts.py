@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 
 import torch
 
@@ -37,16 +38,42 @@ _LOOK_EVERY_S = 0.0003
 _LOOK_AT_HOSTS_EVERY_S = LOOK_EVERY.total_seconds()
 
 
+@dataclass(frozen=True)
+class StepTotals:
+    """What replicas have computed in a step."""
+
+    samples: float
+    counted: float  # what their losses are sums over; 0: means over samples
+
+
 class OneHost(StepPart):
     """All replicas are on this host: nothing has to go anywhere."""
 
     number = 0
     count = 1
+    sums_gradients = False  # over hosts, in every step
     bucket_bytes: int | None = None
     landed: Callable[[int], None] | None = None  # to be told of every gradient that is complete
 
-    def open(self, arena: ModelArena, owner: Owner) -> None:
-        """The gradients lie there, and are this owner's to sum."""
+    def open(self, arena: ModelArena, owner: Owner, buffers: Sequence[torch.Tensor]) -> None:
+        """The gradients lie there, and are this owner's to sum; `buffers` are this process's own."""
+
+    def here(self, among: Sequence[int], count: int) -> tuple[Sequence[int], int]:
+        """Returns which of `among`, of `count` members, share batch statistics with this host, and of how many."""
+        return among, count
+
+    def weights(
+        self, board: Board, ranks: Sequence[int], devices: int, here: StepTotals, everywhere: StepTotals
+    ) -> dict[int, float] | None:
+        """Returns by rank what its gradient counts when this host's owners add up; None: all are added as they are."""
+        return weights_by_rank(board, ranks, devices, here.counted) if here.counted else None
+
+    def touched(self, here: torch.Tensor, everywhere: torch.Tensor) -> torch.Tensor:
+        """Returns by slot whether it is updated, of those that have gradients here and on any host."""
+        return everywhere
+
+    def settle(self) -> None:
+        """Returns when all hosts have the same parameters, as they do after every step."""
 
     def share(self, index: int, count: int) -> BatchShare:
         """Returns the share of this host's `index`-th of `count` members."""
@@ -77,6 +104,8 @@ class OneHost(StepPart):
 class BetweenHosts(OneHost):
     """Sends this owner's shard to the owners of the same shard elsewhere, bucket by bucket."""
 
+    sums_gradients = True
+
     def __init__(self, together: Together, links: Links, devices: int = 1) -> None:
         """`devices`: that a replica is cut over."""
         self._devices = devices
@@ -92,12 +121,17 @@ class BetweenHosts(OneHost):
         self._landed = 0
         self._counts = True  # whether the loss may be (sum, count): nobody knows before the first step
 
-    def open(self, arena: ModelArena, owner: Owner) -> None:
+    def open(self, arena: ModelArena, owner: Owner, buffers: Sequence[torch.Tensor]) -> None:
         self._arena = arena
         self._owner = owner
 
     def share(self, index: int, count: int) -> BatchShare:
         return BatchShare(self.number * count + index, self.count * count)
+
+    def weights(
+        self, board: Board, ranks: Sequence[int], devices: int, here: StepTotals, everywhere: StepTotals
+    ) -> dict[int, float] | None:
+        return None  # they were weighed before they were sent
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         return self._links.sum(values)

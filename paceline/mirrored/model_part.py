@@ -90,7 +90,8 @@ class WholeModel(StepPart):
             self.take_buffers()
 
     def take_buffers(self) -> None:
-        self._shared.take_buffers(self._hosts.sum, first=self._hosts.number == 0)
+        total = self._hosts.sum if self._hosts.sums_gradients else None
+        self._shared.take_buffers(total, first=self._hosts.number == 0)
 
     # ── whole tensors ────────────────────────────────────────────────────────────────────────────────────
 

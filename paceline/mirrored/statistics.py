@@ -50,6 +50,7 @@ class BatchStatistics(StepPart):
     @contextmanager
     def one_pass(self, among: Sequence[int], count: int) -> Iterator[None]:
         """Goes around a pass in which `among`, of `count` members, have samples."""
+        among, count = self._hosts.here(among, count)
         self.some_were_idle |= len(among) < count
         if self.exact and len(among) > 1:
             self._of_part.sum = self._over(among)
@@ -62,7 +63,7 @@ class BatchStatistics(StepPart):
 
     def _over(self, among: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor]:
         part = self._row % self._devices  # of a cut model, from those that have the same part
-        if self._hosts.count == 1:
+        if not self._hosts.sums_gradients:
             ranks = [self._ranks[index * self._devices + part] for index in among]
             return lambda values: self._sums.sum(values, ranks)
         self._check_nobody_is_idle(among)
@@ -71,7 +72,7 @@ class BatchStatistics(StepPart):
 
     def _over_devices(self, among: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor]:
         """The same of what all devices of a replica see a part of."""
-        if self.exact and self._hosts.count > 1:
+        if self.exact and self._hosts.sums_gradients:
             self._check_nobody_is_idle(among)
             return lambda values: self._hosts.sum(self._sums.sum(values, self._ranks))
         replicas = among if self.exact else [self._row // self._devices]

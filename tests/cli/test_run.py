@@ -133,6 +133,15 @@ SENTENCES = {
     "run train.py --nnodes 2 --node-rank 1 --master-port 29511": (
         "master-port is 29511: say where host 0 is, --master-addr 10.0.0.1"
     ),
+    "run train.py --replicas 2 --every 8": (
+        "every is 8: replicas of one host share memory and send nothing, it is for several hosts, leave it out"
+    ),
+    "run train.py --emulate hosts=2,link=1gbit --servers 1 --every 8": (
+        "every is 8: with servers replicas push at each step, leave it out"
+    ),
+    "run train.py --emulate hosts=2,link=1gbit --replicas 2 --stages 2 --every 8": (
+        "every is 8: hosts exchange the gradients of a cut model at each step so far"
+    ),
     "run train.py --servers 5000": "servers is 5000: give at most 1024",
     "run train.py --servers 1024": "servers is 1024: torch alone takes",
     "run train.py --servers 2 --accept ²": "accept is '²': give a number of replicas, or auto",
@@ -247,6 +256,7 @@ def test_the_configuration_says_of_each_value_where_it_came_from() -> None:
         "replicas": {"value": 2, "from": "flag"},
         "wire": {"value": "fp32", "from": "default", "not_used": "no gradient crosses a link"},
         "batchnorm": {"value": "exact", "from": "default"},
+        "every": {"value": 1, "from": "default", "not_used": "no gradient crosses a link"},
         "exchange": {"value": "auto", "from": "default"},
         "timeout_s": {"value": 30.0, "from": "flag"},
         "servers_on": {"value": None, "from": "default"},

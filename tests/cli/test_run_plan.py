@@ -24,6 +24,7 @@ VALUES = {
     "--replicas": "4",
     "--nproc-per-node": "1",
     "--wire": "bf16",
+    "--every": "8",
     "--batchnorm": "local",
     "--exchange": "collective",
     "--timeout": "7.5",
