@@ -1,19 +1,8 @@
-"""What the supervisors of a run's hosts say to each other, as fixed schemas.
-
-    host 1 ──HostGreeting──▶ host 0 ──HostQuestion──▶ host 1 ──HostProof──▶ host 0 ──HostWelcome──▶ host 1
-
-Both sides prove that they know the run's token, and neither sends it. The proofs are hashes of both sides' numbers,
-each never used before, and of who says it: what somebody has recorded, or has heard from one side, is of no use at the
-other, nor at a server, whose proofs are of something else (`central/server/welcome.py`).
-"""
+"""What the supervisors of a run's hosts say to each other, as fixed schemas. Who is let in: `host_greeting`."""
 
 from __future__ import annotations
 
 import msgspec
-
-from paceline.net.secure import proof_of
-
-NONCE_BYTES = 32
 
 
 class _Said(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -132,12 +121,3 @@ HostMessage = (
 )
 ReplicaNews = ReplicaEnded | ReplicaStarted
 HOST_MESSAGES: msgspec.msgpack.Decoder[HostMessage] = msgspec.msgpack.Decoder(HostMessage)
-
-
-def proof_by(who: str, token: str, theirs: bytes, own: bytes) -> bytes:
-    """What `who`, "host 0" or "guest", makes of the other side's number and its own.
-
-    >>> proof_by("guest", "secret", b"1", b"2") == proof_by("host 0", "secret", b"1", b"2")
-    False
-    """
-    return proof_of(token, who.encode() + b"\0" + theirs + own)

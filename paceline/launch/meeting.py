@@ -19,43 +19,31 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
-from paceline import __version__
 from paceline.errors import LaunchError, PacelineError, SecurityError, StrategyError
+from paceline.launch.host_greeting import greet, notice_silence, welcome
 from paceline.launch.host_messages import (
     HOST_MESSAGES,
-    NONCE_BYTES,
     HostComes,
     HostFinished,
-    HostGreeting,
     HostLost,
     HostMessage,
-    HostProof,
-    HostQuestion,
-    HostWelcome,
     RunBegins,
     RunOver,
     RunRefused,
-    proof_by,
 )
-from paceline.net.frames import Channel, ConnectionLost, FrameError, printable
-from paceline.net.secure import HANDSHAKE_S, Keys, same_proof, wrap_client, wrap_server
+from paceline.net.frames import Channel, ConnectionLost, FrameError
+from paceline.net.secure import HANDSHAKE_S, Keys, wrap_client, wrap_server
 
 CONNECT_S = 5.0
 RETRY_S = 0.2
 SEND_S = 10.0
-SILENT_S = 20  # after which a host that does not even acknowledge packets is gone
 MOST_STRANGERS_AT_ONCE = 64
-MOST_QUOTED = 100
-
-Said = TypeVar("Said", bound=HostMessage)
 
 
 @dataclass(frozen=True)
@@ -358,35 +346,14 @@ class Meeting:
             keys = self._setting.keys
             secured = wrap_server(connection, keys) if keys is not None else connection
             channel = Channel(secured, HOST_MESSAGES, most_body_bytes=0)
-            comes = self._welcome(channel)
-            _notice_silence(secured)
-            channel.trusted = True
+            comes = welcome(channel, self._setting.token, self._setting.timeout_s)
+            notice_silence(secured)
             self._put(comes.host, _Arrived(channel, "", comes))
         except (PacelineError, OSError) as error:
             self._say(f"turned away whoever came from {address}: {error}")
             channel.close() if channel is not None else connection.close()
         finally:
             self._strangers.release()
-
-    def _welcome(self, channel: Channel[HostMessage]) -> HostComes:
-        greeting = _hear(channel, HostGreeting)
-        if greeting.version != __version__:
-            theirs = printable(greeting.version[:MOST_QUOTED])
-            sentence = f"host 0 runs Paceline {__version__} and another host {theirs}: use the same version"
-            raise self._sent_away(channel, sentence)
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        channel.send(HostQuestion(nonce=nonce), timeout_s=HANDSHAKE_S)
-        token = self._setting.token
-        proof = _hear(channel, HostProof).proof
-        if len(greeting.nonce) != NONCE_BYTES or not same_proof(proof, proof_by("guest", token, nonce, greeting.nonce)):
-            raise self._sent_away(channel, "the token is not host 0's: give every host the same with --token")
-        channel.send(HostWelcome(proof=proof_by("host 0", token, greeting.nonce, nonce)), timeout_s=HANDSHAKE_S)
-        return _hear(channel, HostComes, self._setting.timeout_s)
-
-    def _sent_away(self, channel: Channel[HostMessage], sentence: str) -> SecurityError:
-        with contextlib.suppress(PacelineError):
-            channel.send(RunRefused(sentence=sentence), timeout_s=HANDSHAKE_S)
-        return SecurityError(sentence)
 
     # ── the other hosts ──────────────────────────────────────────────────────────────────────────────────
 
@@ -396,7 +363,7 @@ class Meeting:
         while not self._closed.is_set():
             try:
                 connection = socket.create_connection((host, port), timeout=CONNECT_S)
-                self._put(0, self._greet(connection))
+                self._put(0, self._arrive(connection))
                 return
             except (SecurityError, FrameError) as error:
                 self._put(0, LaunchError(f"host 0 at {self._setting.rendezvous} does not let this host in: {error}"))
@@ -412,42 +379,17 @@ class Meeting:
                 return
             self._closed.wait(RETRY_S)
 
-    def _greet(self, connection: socket.socket) -> _Arrived:
-        address = str(connection.getsockname()[0])
-        keys = self._setting.keys
+    def _arrive(self, connection: socket.socket) -> _Arrived:
+        address, keys = str(connection.getsockname()[0]), self._setting.keys
         secured = wrap_client(connection, keys) if keys is not None else connection
-        channel = Channel(secured, HOST_MESSAGES, most_body_bytes=0)
-        _notice_silence(secured)
+        channel: Channel[HostMessage] = Channel(secured, HOST_MESSAGES, most_body_bytes=0)
         try:
-            own, token = secrets.token_bytes(NONCE_BYTES), self._setting.token
-            channel.send(HostGreeting(version=__version__, nonce=own), timeout_s=HANDSHAKE_S)
-            theirs = _hear(channel, HostQuestion).nonce
-            channel.send(HostProof(proof=proof_by("guest", token, theirs, own)), timeout_s=HANDSHAKE_S)
-            if not same_proof(_hear(channel, HostWelcome).proof, proof_by("host 0", token, own, theirs)):
-                raise SecurityError("it does not know this host's token: give every host the same with --token")
-            channel.trusted = True
-            return _Arrived(channel, address)
+            greet(channel, self._setting.token)
         except BaseException:
             channel.close()
             raise
-
-
-def _hear(channel: Channel[HostMessage], kind: type[Said], timeout_s: float = HANDSHAKE_S) -> Said:
-    heard, _ = channel.receive(timeout_s)
-    channel.end_body()
-    if isinstance(heard, RunRefused):
-        raise SecurityError(heard.sentence)
-    if not isinstance(heard, kind):
-        raise FrameError(f"{type(heard).__name__} has come and not {kind.__name__}")
-    return heard
-
-
-def _notice_silence(connection: socket.socket) -> None:
-    """Have the kernel end a connection whose other side is silent, also while something is on its way there."""
-    with contextlib.suppress(OSError):  # whoever uses it next finds out
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_S // 4)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENT_S // 4)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_S)
+        notice_silence(secured)
+        return _Arrived(channel, address)
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

@@ -12,15 +12,7 @@ replica started again joins the others when the chief admits it; if nobody is le
 a fresh board, and a script that resumes goes on from its checkpoint.
 
 With servers on several hosts each host's supervisor looks after its own processes, and meets the others at host 0's
-(`meeting.py`). One rule says who goes on: host 0 and hosts with servers have to stay, and whoever loses sight of host 0
-ends.
-
-    what happens on a host                             the others
-    a replica is killed                                go on or start it again, as above
-    its last replica has ended                         go on; its servers stay until all hosts have finished
-    something fails for good, or a server is lost      end, and say why
-    all of it is gone, and it had a server or is 0     end, and say so
-    all of it is gone, and it had replicas alone       go on without them, unless on-failure is stop
+(`meeting.py`); who goes on without whom is told in `host_rule.py`.
 
 One thread, one selector: ends (pidfds), output (pipes) and signals (a wake-up pipe) are all descriptors, and ten
 times a second there is a look at the board. Everything that was started is gone when `run` returns.
@@ -40,12 +32,12 @@ from typing import TypeVar, cast
 
 import msgspec
 
-from paceline.exchange.board import Board
 from paceline.exchange.words import HostWord, Phase, Word
 from paceline.launch import limits
-from paceline.launch.cores import allowed_cores
+from paceline.launch.fresh_board import board_after, new_board
 from paceline.launch.guard import Guard
 from paceline.launch.host_messages import HostLost, ReplicaEnded, ReplicaNews, ReplicaStarted, RunFailed, StopAsked
+from paceline.launch.host_rule import goes_on_without, replicas_of
 from paceline.launch.job import RunJob
 from paceline.launch.meeting import Meeting, SingleHost
 from paceline.launch.outcome import RunOutcome, link_bytes, outcome_of
@@ -80,7 +72,7 @@ class Supervisor:
         self._say, self._event = self._reporter.say, self._reporter.event
         self._restarts = Restarts(job)
         self._look_at = RegularLook(job, self._reporter)
-        self._board = _new_board(job)
+        self._board = new_board(job)
         self._place = job.place
         self._servers: LocalServers | None = None
         self._hosts: Meeting | SingleHost = SingleHost()
@@ -371,23 +363,11 @@ class Supervisor:
             self._due[replica.row] = now + delay_s
             return f"it is started again{soon}"
         self._drop_all()
-        self._replace_board()
+        self._board = board_after(self._board, self._job, servers=self._place.servers is not None)
         self._due = dict.fromkeys(range(self._job.place.rows), now + delay_s)
         self._reporter.shown = 0 if self._job.shown else None
         why = "a cut model needs all its devices" if self._is_cut else "no replica is left"
         return f"{why}, all start anew{soon}"
-
-    def _replace_board(self) -> None:
-        """A fresh one, for all to start anew."""
-        board = _new_board(self._job)
-        if self._place.servers is not None:
-            # Servers have not forgotten those who died, and must not take the new ones for them.
-            for row in range(self._job.place.rows):
-                incarnation = self._board.get(row, Word.INCARNATION) + 1
-                board.set(row, Word.INCARNATION, incarnation)
-                board.set(row, Word.ADMITTED, incarnation)
-        os.close(self._board.descriptor)
-        self._board = board
 
     @property
     def _is_cut(self) -> bool:
@@ -496,25 +476,15 @@ class Supervisor:
         self._event("host lost", host=lost.host, why=lost.why)
         if self._exit_code is not None and not self._stop_requested:
             return
-        servers = [number for number, host in enumerate(self._job.server_hosts) if host == lost.host]
-        what = f"host {lost.host} is gone ({lost.why})"
-        if lost.host == 0 or servers or self._job.on_failure == "stop":
-            which = (
-                f"servers {', '.join(map(str, servers))}"
-                if len(servers) > 1
-                else f"server {servers[0]}"
-                if servers
-                else ""
-            )
-            self._say(f"{what}{f', and {which} with it' if which else ''}; the run ends")
+        goes_on, sentence = goes_on_without(self._job, lost)
+        self._say(sentence)
+        if goes_on:
+            assert self._servers is not None
+            for replica in replicas_of(self._job, lost.host):
+                self._servers.tell_chief(ReplicaEnded(replica=replica, incarnation=None))
+        else:
             self._stop_requested = False
             self._end(1)
-            return
-        self._say(f"{what}; the replicas of the other hosts go on")
-        assert self._servers is not None
-        rows = self._place.rows
-        for replica in range(lost.host * rows, (lost.host + 1) * rows):
-            self._servers.tell_chief(ReplicaEnded(replica=replica, incarnation=None))
 
     # ── the regular look ─────────────────────────────────────────────────────────────────────────────────
 
@@ -540,10 +510,3 @@ class Supervisor:
     def _look_at_progress(self) -> None:
         rows = [row for row in range(self._board.replicas) if self._board.alive(row) or row in self._finished]
         self._look_at.at_progress(self._board, rows)
-
-
-def _new_board(job: RunJob) -> Board:
-    board = Board.create(job.place.rows, supervised=True)
-    board.host_set(HostWord.CORES, len(allowed_cores()))
-    board.host_set(HostWord.DEVICES, job.place.strategy.devices)
-    return board

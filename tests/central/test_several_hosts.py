@@ -17,7 +17,7 @@ import psutil
 import pytest
 from conftest import MAIN, Run, Start
 
-from paceline.launch.meeting import SILENT_S
+from paceline.launch.host_greeting import SILENT_S
 
 SCRIPT = Path(__file__).parent / "hosts_training.py"
 EMULATED = "--emulate hosts=2,link=1gbit"
