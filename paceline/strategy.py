@@ -80,6 +80,7 @@ class Mirrored(_Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True,
 
     batchnorm: str = "exact"  # statistics over the whole batch, or (local) over each replica's part
     table_servers: int = 0  # that hold the sparse embeddings, if any do
+    every: int = 1  # steps after which hosts exchange what they have come to; 1: gradients, in each step
 
     exchanges: ClassVar[tuple[str, ...]] = EXCHANGES
     on_servers: ClassVar[Literal[False]] = False  # whether parameters live on servers
@@ -90,6 +91,11 @@ class Mirrored(_Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True,
         super().__post_init__()
         one_of("batchnorm", self.batchnorm, BATCHNORMS)
         _check_whole("table_servers", self.table_servers, 0, MOST_SERVERS)
+        _check_whole("every", self.every, 1)
+        if self.every > 1 and self.split is not None:
+            raise StrategyError("every", self.every, "hosts exchange the gradients of a cut model at each step so far")
+        if self.every > 1 and self.table_servers:
+            raise StrategyError("every", self.every, "tables on servers are updated at each step, leave it out")
         if self.split is not None and self.exchange == "collective":
             raise StrategyError("exchange", self.exchange, "devices of a cut model share memory, leave it out")
         if self.split is not None and self.table_servers:
@@ -103,7 +109,7 @@ class Mirrored(_Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True,
     def flags(self) -> list[str]:
         """What `paceline run` is given to have this strategy."""
         tables = ["--only", "sparse", "--servers", str(self.table_servers)] if self.table_servers else []
-        return [*self._common_flags(), *_given(self, {"batchnorm": "--batchnorm"}), *tables]
+        return [*self._common_flags(), *_given(self, {"batchnorm": "--batchnorm", "every": "--every"}), *tables]
 
 
 class Centralized(_Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="centralized"):

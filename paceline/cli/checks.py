@@ -58,7 +58,8 @@ def check(plan: RunPlan, *, inside: bool = False) -> None:
     if plan.strategy.exchange == "shared":
         check_shared_words("replicas cannot share memory")
     here = 1 if plan.emulate else plan.hosts
-    check_memory(plan.strategy.processes // here, plan.strategy.server_processes if plan.join is None else 0)
+    servers = [host for host in plan.server_hosts if plan.emulate or host == plan.host]
+    check_memory(plan.strategy.processes // here, len(servers))
     if plan.rendezvous is not None:
         _check_resolves("rdzv-endpoint", plan.rendezvous)
         if plan.host == 0:
@@ -96,6 +97,8 @@ def _check_way_to_servers(plan: RunPlan) -> None:
             read_token(Path(plan.token))
         if plan.keys is not None:
             Keys.load(Path(plan.keys)).check("client")
+            if plan.meets and plan.host in (0, *plan.server_hosts):
+                Keys.load(Path(plan.keys)).check("server")
     except OSError as error:
         field, value = ("token", plan.token) if plan.token is not None else ("keys", plan.keys)
         raise InvalidInput(field, _short(str(value)), f"it cannot be read ({error.strerror}), give another") from error

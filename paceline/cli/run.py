@@ -37,6 +37,7 @@ from paceline.launch.outcome import RunOutcome
 from paceline.launch.replica import PARENT_VARIABLE, die_with_parent
 from paceline.launch.supervisor import Supervisor
 from paceline.machine import shared_words_work
+from paceline.net.secure import write_token
 from paceline.plan.after_run import SideBySide, compare_with_prediction
 from paceline.run_place import INTERRUPTED
 from paceline.watch.display import MOST_FOUND, choose_display
@@ -62,6 +63,8 @@ examples:
                                                              parameters stay on a server that runs already
 on two machines, with torchrun's flags; this is the first of them, the other is --node-rank 1:
   paceline run train.py --nnodes 2 --nproc-per-node 2 --node-rank 0 --rdzv-endpoint 10.0.0.1:29500
+  paceline run train.py --nnodes 2 --replicas 4 --servers 2 --token secret --node-rank 0 --rdzv-endpoint 10.0.0.1:29500
+                                                             a server on each, and the same secret file
 """
 
 
@@ -76,10 +79,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--auto", action="store_true", default=None, help="by the strategy that `paceline plan` says")
     add_cut_arguments(parser)
     add_server_arguments(parser)
-    joined = parser.add_argument_group("servers that run already (paceline server)")
+    joined = parser.add_argument_group("servers that run already (paceline server), or on several machines")
     joined.add_argument("--join", metavar="ADDRESSES", help="where they are, such as 127.0.0.1:7070,127.0.0.1:7071")
     joined.add_argument("--container", metavar="NAME", help="of the parameters, default the run folder's name")
-    joined.add_argument("--token", metavar="PATH", help="their token: the file, or the --dir it is in")
+    joined.add_argument("--token", metavar="PATH", help="their token: the file, or the folder it is in")
     joined.add_argument("--keys", metavar="FOLDER", help="instead of a token, on other machines (paceline keys)")
     faults = parser.add_argument_group("when something happens")
     faults.add_argument("--on-failure", metavar="POLICY", help="of a killed replica: continue (default), restart, stop")
@@ -95,6 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     hosts.add_argument("--rdzv-endpoint", metavar="ADDRESS:PORT", help="where machine 0 can be reached")
     hosts.add_argument("--master-addr", metavar="ADDRESS", help="the same, in two flags")
     hosts.add_argument("--master-port", type=whole("master-port", 1), metavar="PORT", help=f"default {DEFAULT_PORT}")
+    hosts.add_argument("--servers-on", metavar="0,2", help="hosts that the --servers are on, default all in turn")
     hosts.add_argument("--emulate", metavar="hosts=2,link=1gbit", help="several machines on this one (root)")
     seen = parser.add_argument_group("what you see")
     seen.add_argument("--run-folder", metavar="PATH", help="default runs/<date-time>-<script>")
@@ -126,6 +130,9 @@ def add_strategy_arguments(parser: argparse.ArgumentParser) -> None:
         "--nproc-per-node", type=whole("nproc-per-node", 1), metavar="N", help="the same, for one machine"
     )
     group.add_argument("--wire", metavar="FORMAT", help="of gradients between hosts: fp32 (default), bf16, fp16, int8")
+    group.add_argument(
+        "--every", type=whole("every", 1), metavar="N", help="hosts exchange after every N steps, default 1"
+    )
     group.add_argument("--batchnorm", metavar="HOW", help="exact (whole batch, default) or local (as DDP)")
     group.add_argument(
         "--exchange", metavar="HOW", help="auto (default), shared or collective; with servers auto or tcp"
@@ -322,6 +329,8 @@ def _as_json(run_folder: Path, outcome: Mapping[str, object]) -> bytes:
 
 def _run_on_emulated_hosts(plan: RunPlan, emulation: Emulation, folder: Path) -> int:
     """One more `paceline run` on each host."""
+    if plan.meets and plan.token is None and plan.keys is None:
+        write_token(folder)  # all hosts see this folder
     with EmulatedHosts(emulation) as hosts:
         rendezvous = f"{hosts.addresses[0]}:{DEFAULT_PORT}"
         commands = [
@@ -330,7 +339,7 @@ def _run_on_emulated_hosts(plan: RunPlan, emulation: Emulation, folder: Path) ->
             )
             for host in range(emulation.hosts)
         ]
-        exit_code = supervise_hosts(commands, {**os.environ, "GLOO_SOCKET_IFNAME": hosts.interface})
+        exit_code = supervise_hosts(commands, {**os.environ, "GLOO_SOCKET_IFNAME": hosts.interface}, meet=plan.meets)
     if plan.json:
         put(sys.stdout, _as_json(folder, {**_last_event(folder), "exit_code": exit_code}))
     return exit_code

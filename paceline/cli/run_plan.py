@@ -7,6 +7,7 @@ must have in `paceline/cli/checks.py`.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
 import secrets
 import socket
@@ -17,11 +18,14 @@ from typing import Any
 
 from paceline.cli import is_count, is_port, was_given
 from paceline.cli.cut import CUT_FLAGS, read_split
+from paceline.cli.run_hosts import check_hosts, hosts_of_servers, which_host
 from paceline.errors import StrategyError
 from paceline.exchange.board import MOST_REPLICAS
 from paceline.launch.emulate import Emulation
 from paceline.launch.job import POLICIES, RunJob
+from paceline.launch.meeting import HostsSetting
 from paceline.machine import shared_words_work
+from paceline.net.secure import Keys, read_token
 from paceline.rules import Async, Rule, Sync
 from paceline.run_place import Place, ServersPlace, check_container
 from paceline.slow_replicas import parse_slow
@@ -51,6 +55,8 @@ _FLAGS = {
     "longest_s": "--longest",
 }
 _STOPS = ("until", "goes_on", "longest_s", "most_steps")
+# Of these every host may have its own.
+_OF_ONE_HOST = ("script", "arguments", "host", "rendezvous", "save_on_stop", "token", "keys")
 _NOT_FLAGS = ("script", "arguments", "strategy", "given")
 
 
@@ -72,6 +78,7 @@ class RunPlan:
     container: str | None = None  # the run folder's name, if it is not given
     token: str | None = None
     keys: str | None = None
+    servers_on: str | None = None  # hosts, such as 0,2
     until: str | None = None  # a target, such as accuracy>=0.97
     goes_on: bool = False  # after it was reached
     longest_s: float | None = None
@@ -87,7 +94,8 @@ class RunPlan:
     @property
     def settings(self) -> dict[str, object]:
         """What a person may want to know of it, by name."""
-        hidden = {"strategy", "given", *_SEEN, *(_JOINED if self.join is None else ())}
+        without = (name for name in _JOINED if self.join is None and getattr(self, name) is None)
+        hidden = {"strategy", "given", *_SEEN, *without}
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in hidden}
         own["goes_on"] = own["goes_on"] or None
         return {**own, **self.strategy.settings}
@@ -102,7 +110,7 @@ class RunPlan:
         """What `paceline run` is given to resolve to this plan: its strategy's flags, and its own that were given."""
         words = self.strategy.flags()
         for own in (f.name for f in fields(self) if f.name not in _NOT_FLAGS):
-            value, flag = getattr(self, own), _FLAGS.get(own, f"--{own.replace('_', '-')}")
+            value, flag = getattr(self, own), _flag(own)
             if own in self.given_settings and was_given(value):
                 words += [flag] if value is True else [flag, str(value)]
         return words
@@ -119,6 +127,8 @@ class RunPlan:
     def on_host(self, host: int, rendezvous: str, run_folder: str) -> RunPlan:
         """The plan of one emulated host: all of this one, of which the first host speaks to the user."""
         own: dict[str, Any] = {"host": host, "rendezvous": rendezvous, "run_folder": run_folder}
+        if self.meets and self.keys is None:
+            own["token"] = self.token or run_folder
         own |= {"json": False} if host == 0 else {"json": False, "quiet": True}
         return replace(self, **own, given={**self.given, **own})
 
@@ -131,12 +141,42 @@ class RunPlan:
             on_failure=self.on_failure,
             max_restarts=self.max_restarts,
             shown=self.host == 0,
-            servers=0 if self.join is not None else self.strategy.server_processes,
+            server_hosts=self.server_hosts,
+            hosts=self._meeting() if self.meets else None,
+            token=read_token(Path(self.token)) if self.token is not None and self.meets else None,
+            keys=str(Path(self.keys).resolve()) if self.keys is not None and self.meets else None,
             container=container,
             module=self.module,
             until=Target.parse(self.until) if self.until is not None else None,
             goes_on=self.goes_on,
             longest_s=self.longest_s,
+        )
+
+    @property
+    def meets(self) -> bool:
+        """Whether the supervisors of several hosts meet: they start servers that all replicas use."""
+        return self.hosts > 1 and bool(self.server_hosts)
+
+    @property
+    def server_hosts(self) -> tuple[int, ...]:
+        """By server that the run starts: on which host. Dealt in turn, so that neighbours are on different ones."""
+        if self.join is not None:
+            return ()
+        on = [int(host) for host in self.servers_on.split(",")] if self.servers_on is not None else range(self.hosts)
+        return tuple(on[number % len(on)] for number in range(self.strategy.server_processes))
+
+    def _meeting(self) -> HostsSetting:
+        assert self.rendezvous is not None
+        own = {name: value for name, value in self.settings.items() if name not in _OF_ONE_HOST}
+        versions = {package: importlib.metadata.version(package) for package in ("paceline", "torch")}
+        return HostsSetting(
+            host=self.host,
+            hosts=self.hosts,
+            rendezvous=self.rendezvous,
+            token=read_token(Path(self.token)) if self.token is not None else "",
+            keys=Keys.load(Path(self.keys)) if self.keys is not None else None,
+            settings={_flag(name).lstrip("-"): str(value) for name, value in own.items()} | versions,
+            timeout_s=self.strategy.timeout_s,
         )
 
     def place(self, run_folder: Path) -> Place:
@@ -176,6 +216,10 @@ class RunPlan:
         return f"{address}:{int(port) + (1 if int(port) < 65535 else -1)}"  # all hosts have to know it
 
 
+def _flag(setting: str) -> str:
+    return _FLAGS.get(setting, f"--{setting.removesuffix('_s').replace('_', '-')}")
+
+
 # ── what was typed ───────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -188,14 +232,18 @@ def resolve(options: argparse.Namespace) -> RunPlan:
     _check_join(given, hosts)
     split = read_split(given)
     strategy = _strategy(given, _count_replicas(given, hosts, split), split)
-    survives = hosts == 1 and split is None and not by_collectives(strategy)
+    own_servers = strategy.on_servers and "join" not in given
+    survives = (hosts == 1 or own_servers) and split is None and not by_collectives(strategy)
     on_failure = one_of("on-failure", given.get("on_failure", "continue" if survives else "stop"), POLICIES)
     if by_collectives(strategy) and on_failure != "stop":
         raise StrategyError("on-failure", on_failure, "replicas that use collectives survive no death: give stop")
     if split is not None and on_failure == "continue":
         raise StrategyError("on-failure", on_failure, "a cut model needs all its devices: give stop or restart")
     if hosts > 1:
-        _check_hosts(given, hosts, strategy, on_failure)
+        check_hosts(given, hosts, strategy, on_failure)
+    elif given.get("every", 1) > 1 and not by_collectives(strategy):
+        expected = "replicas of one host share memory and send nothing, it is for several hosts, leave it out"
+        raise StrategyError("every", given["every"], expected)
     if "slow" in given:
         parse_slow(given["slow"], strategy.replicas)
     if "goes_on" in given and "until" not in given:
@@ -208,43 +256,29 @@ def resolve(options: argparse.Namespace) -> RunPlan:
         max_restarts=given.get("max_restarts", 10),
         save_on_stop=given.get("save_on_stop"),
         hosts=hosts,
-        host=_which_host(given, hosts),
+        host=which_host(given, hosts),
         rendezvous=_rendezvous(given, hosts, strategy),
         emulate=given.get("emulate"),
         join=",".join(addresses("join", given["join"])) if "join" in given else None,
         until=str(Target.parse(given["until"])) if "until" in given else None,
+        servers_on=hosts_of_servers(given, hosts, strategy),
         **{name: given[name] for name in (*_JOINED[1:], *_STOPS[1:], "slow", *_SEEN) if name in given},
         given=given,
     )
 
 
-def _check_hosts(given: Mapping[str, Any], hosts: int, strategy: Strategy, on_failure: str) -> None:
-    """What does not work between several hosts so far."""
-    field, value = ("emulate", given["emulate"]) if "emulate" in given else ("nnodes", hosts)
-    if strategy.in_graph:
-        expected = f"one process has all replicas, but there are {hosts} hosts, leave it out"
-        raise StrategyError("in-graph", "set", expected)
-    if strategy.devices > 1 and strategy.on_servers:
-        raise StrategyError(field, value, "a cut model with servers works on one host so far")
-    if strategy.server_processes and "join" not in given:
-        expected = (
-            "every host would start servers of its own and train a model of its own, leave out --servers, or start "
-            "servers with `paceline server` and give --join"
-        )
-        raise StrategyError(field, value, expected)
-    if strategy.server_processes and "emulate" in given:
-        raise StrategyError(field, value, "emulated hosts reach no server outside, leave out --join")
-    if strategy.split is not None and (strategy.replicas % hosts or "emulate" in given):
-        raise StrategyError(field, value, "a model is cut over devices of one host, and replicas on one host so far")
-    if on_failure != "stop":
-        raise StrategyError("on-failure", on_failure, "between several hosts no death is survived yet: give stop")
-
-
 def _check_join(given: Mapping[str, Any], hosts: int) -> None:
     if "join" not in given:
-        for flag in ("container", "token", "keys"):
+        spread = hosts > 1 and "servers" in given
+        for flag in ("container",) if spread else ("container", "token", "keys"):
             if flag in given:
-                raise StrategyError(flag, given[flag], "it belongs to servers that run already, give --join ADDRESSES")
+                also = ", or to servers of a run on several hosts" if flag != "container" else ""
+                expected = f"it belongs to servers that run already{also}, give --join ADDRESSES"
+                raise StrategyError(flag, given[flag], expected)
+        if spread and "emulate" not in given and "token" in given and "keys" in given:
+            raise StrategyError(
+                "token", given["token"], "certificates tell who comes, give only one of --token, --keys"
+            )
         return
     if given.get("servers", count := len(addresses("join", given["join"]))) != count:
         raise StrategyError("servers", given["servers"], "--join uses servers that run already, leave it out")
@@ -275,7 +309,7 @@ def addresses(field: str, text: str) -> list[str]:
 
 def _strategy(given: Mapping[str, Any], replicas: int, split: Split | None) -> Strategy:
     common = {name: given[name] for name in ("wire", "exchange", "timeout_s") if name in given}
-    batchnorm = {"batchnorm": given["batchnorm"]} if "batchnorm" in given else {}
+    mirrored = {name: given[name] for name in ("batchnorm", "every") if name in given}
     if "only" in given:
         one_of("only", given["only"], ("sparse",))
         if "servers" not in given:
@@ -283,10 +317,11 @@ def _strategy(given: Mapping[str, Any], replicas: int, split: Split | None) -> S
         if split is not None:
             raise StrategyError("only", given["only"], "a cut model has no tables on servers so far, leave it out")
         _refuse(given, (*_OF_SERVERS, "join"), "with --only sparse replicas are mirrored, leave it out")
-        return Mirrored(replicas=replicas, table_servers=given["servers"], **common, **batchnorm)
+        return Mirrored(replicas=replicas, table_servers=given["servers"], **common, **mirrored)
     if "servers" not in given and "join" not in given:
         _refuse(given, _OF_SERVERS, "it needs servers, give --servers 1 or more")
-        return Mirrored(replicas=replicas, split=split, **common, **batchnorm)
+        return Mirrored(replicas=replicas, split=split, **common, **mirrored)
+    _refuse(given, ("every",), "with servers replicas push at each step, leave it out")
     if given.get("batchnorm", "local") != "local":
         raise StrategyError("batchnorm", given["batchnorm"], "with servers statistics are local, leave it out")
     servers = len(addresses("join", given["join"])) if "join" in given else given["servers"]
@@ -326,15 +361,6 @@ def _count_replicas(given: Mapping[str, Any], hosts: int, split: Split | None) -
     if replicas // hosts > MOST_REPLICAS:
         raise StrategyError("replicas", replicas, f"give at most {MOST_REPLICAS} a host")
     return replicas
-
-
-def _which_host(given: Mapping[str, Any], hosts: int) -> int:
-    if hosts > 1 and "host" not in given and "emulate" not in given:
-        raise StrategyError("nnodes", hosts, f"give every host its number, --node-rank 0 to {hosts - 1}")
-    host: int = given.get("host", 0)
-    if host >= hosts:
-        raise StrategyError("node-rank", host, f"give a number below --nnodes, which is {hosts}")
-    return host
 
 
 def _rendezvous(given: Mapping[str, Any], hosts: int, strategy: Strategy) -> str | None:

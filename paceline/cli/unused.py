@@ -22,7 +22,11 @@ def _nothing_on_a_link(plan: RunPlan) -> bool:
     strategy = plan.strategy
     if strategy.on_servers:
         addresses = plan.join.split(",") if plan.join is not None else []
-        return strategy.exchange != "tcp" and all(is_loopback(address.rpartition(":")[0]) for address in addresses)
+        return (
+            strategy.exchange != "tcp"
+            and not plan.meets
+            and all(is_loopback(address.rpartition(":")[0]) for address in addresses)
+        )
     return plan.hosts == 1 and not by_collectives(strategy)
 
 
@@ -42,6 +46,7 @@ def _no_restart(plan: RunPlan) -> bool:
 
 _TABLE: tuple[tuple[str, Condition, str], ...] = (
     ("wire", _nothing_on_a_link, "no gradient crosses a link"),
+    ("every", _nothing_on_a_link, "no gradient crosses a link"),
     ("batchnorm", lambda plan: plan.strategy.replicas == 1, "there is one replica"),
     ("batchnorm", lambda plan: plan.strategy.on_servers, "with servers each replica has its own statistics"),
     ("exchange", _one_process, "there is one process"),

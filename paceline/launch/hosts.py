@@ -18,15 +18,17 @@ from paceline.launch.supervisor import END_GRACE_S
 from paceline.watch.target import NOT_REACHED
 
 
-def supervise_hosts(commands: Sequence[Sequence[str]], environment: Mapping[str, str]) -> int:
+def supervise_hosts(commands: Sequence[Sequence[str]], environment: Mapping[str, str], *, meet: bool = False) -> int:
     """Run each host's own supervisor; the first exit code that is not 0, or 0.
 
     Hosts are emulated on this machine, so each gets its part of the cores. Requests to stop are passed on to all;
-    when one host fails, the others end at once.
+    when one host fails, the others end at once. If their supervisors `meet`, they know themselves what to do then, and
+    the exit code is host 0's.
     """
     environment = {**environment, PARENT_VARIABLE: str(os.getpid())}
     cores = allowed_cores()
     running: dict[int, subprocess.Popen[bytes]] = {}  # by pidfd
+    first: subprocess.Popen[bytes] | None = None
     exit_code, interrupted, kill_at = 0, False, math.inf
 
     def pass_on(number: int) -> None:
@@ -41,6 +43,7 @@ def supervise_hosts(commands: Sequence[Sequence[str]], environment: Mapping[str,
                 process = subprocess.Popen(command, env=environment, start_new_session=True)
                 pidfd = os.pidfd_open(process.pid)
                 running[pidfd] = process
+                first = process if first is None else first
                 selector.register(pidfd, selectors.EVENT_READ)
             while running:
                 for key, _ in selector.select(LOOK_EVERY_S):
@@ -50,9 +53,13 @@ def supervise_hosts(commands: Sequence[Sequence[str]], environment: Mapping[str,
                             pass_on(number)
                         continue
                     selector.unregister(key.fd)
-                    code = running.pop(key.fd).wait()
+                    process = running.pop(key.fd)
+                    code = process.wait()
                     os.close(key.fd)
-                    if code and not exit_code:
+                    if meet:
+                        if process is first:
+                            exit_code = code if code >= 0 else 128 - code
+                    elif code and not exit_code:
                         exit_code = code if code > 0 else 128 - code
                         if not interrupted and code != NOT_REACHED:  # who was asked to stop may be saving
                             pass_on(signal.SIGQUIT)

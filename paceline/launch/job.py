@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from paceline.launch.meeting import HostsSetting
 from paceline.run_place import PLACE_VARIABLE, Place
 from paceline.watch.events import STALL_S
 from paceline.watch.target import Target
@@ -27,13 +28,21 @@ class RunJob:
     on_failure: str = "continue"
     max_restarts: int = 10
     shown: bool = True  # pass on what the lowest living replica prints
-    servers: int = 0  # to start on this host
+    server_hosts: tuple[int, ...] = ()  # by server that the run starts: on which host
+    hosts: HostsSetting | None = None  # where the supervisors meet; None: servers, if there are any, are on one host
+    token: str | None = None  # of the servers, if not a new one
+    keys: str | None = None  # folder with keys, if the servers speak TLS
     container: str = ""
     stall_s: float = STALL_S
     module: bool = False  # `script` is a module's name, as with `python -m`
     until: Target | None = None  # the run stops when it is reached
     goes_on: bool = False  # no, it does not
     longest_s: float | None = None  # of training, from the first step on
+
+    @property
+    def servers_here(self) -> list[int]:
+        """Which of the run's servers this host starts."""
+        return [number for number, host in enumerate(self.server_hosts) if host == self.place.host]
 
     @property
     def stops(self) -> bool:

@@ -66,7 +66,7 @@ class RegularLook:
         first = self._job.place.rank
         waiting, busy = ([first + row for row in rows] for rows in (stall.waiting, stall.busy))
         self._reporter.event("stalled", waiting=waiting, waited_for=busy)
-        nobody = "the servers" if self._job.servers or self._job.place.servers else "nobody: all of them wait"
+        nobody = "the servers" if self._job.server_hosts or self._job.place.servers else "nobody: all of them wait"
         names = ", ".join(map(self._reporter.called, stall.busy)) or nobody
         self._reporter.say(f"a wait has taken {stall.waited_s:.0f} s: {board.who_waits()}; waited for: {names}")
         for row in reversed(stall.busy):  # the stack of the first is shown, all are in the logs

@@ -42,21 +42,23 @@ class Reporter:
         self.shown = row
         self.display.end_line()
 
-    def failure(self, row: int, code: int, step: int, last_errors: str, step_of: dict[int, int]) -> int:
-        """Tell of a script that has failed: of the first failure, which is the cause; the run's exit code."""
+    def failure(self, row: int, code: int, step: int, last_errors: str, step_of: dict[int, int]) -> tuple[int, str]:
+        """Tell of a script that has failed: of the first failure, which is the cause. Returns the run's exit code, and
+        what other hosts are told."""
         first = self.folder.first_failure()
+        sentence = f"{self.called(row)} ended with code {code} {at(step)}"
+        if first is not None:
+            sentence = f"{called(first.replica, self._job.place.strategy.devices)} failed: {first.sentence}"
         if first is None:
             report = last_errors if row != self.shown else ""
-            self.say(
-                f"{self.called(row)} ended with code {code} {at(step)}{behind_end(code, last_errors)}{below(report)}"
-            )
+            self.say(f"{sentence}{behind_end(code, last_errors)}{below(report)}")
         elif (failed := first.replica - self._job.place.rank) in step_of:
             self.say(f"{self.called(failed)} failed {at(step_of[failed])}{below(first.text)}")
         # Otherwise another host's replica has failed before, and its own supervisor says so.
         self.shown = None
         rank = self._job.place.rank + row
         self.event("failed", replica=rank, code=code, step=step, kind=first.kind if first else None)
-        return 1 if first is not None else code
+        return 1 if first is not None else code, sentence
 
     def strangers(self, count: int) -> None:
         """Tell of processes that never came to the board, and so were no replicas of one another."""

@@ -2,22 +2,29 @@
 
 Each listens on a socket that the supervisor has opened before, and keeps open: replicas know the addresses from the
 start, and while a server is being started again, whoever calls it simply waits in the queue of that socket.
+
+A replica that ends before it has come to the servers is expected there. On one host the other replicas see on the board
+that it has, and say so; of several hosts the supervisors tell each other, and the one that has the chief tells it, by a
+line on its standard input.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import signal
 import socket
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from paceline.launch.guard import Guard
+from paceline.launch.host_messages import ReplicaNews
 from paceline.launch.replica import RunProcess, starting
-from paceline.net.secure import write_token
+from paceline.net.secure import TOKEN, new_token, write_secret
 from paceline.run_place import ServersPlace
 
 SERVER_VARIABLE = "PACELINE_SERVER"
@@ -29,6 +36,7 @@ class ServerSetting(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     descriptor: int  # of its listening socket
     token_folder: str
+    keys: str | None = None  # folder with keys for TLS
     folder: str | None = None  # where it keeps its log
 
 
@@ -48,40 +56,87 @@ class ServerProcess(RunProcess):
                 ["paceline.central.server.process"],
                 environment,
                 guard,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
+                bufsize=0,
                 pass_fds=(setting.descriptor,),
             )
+        assert self._process.stdin is not None
+        self._input = self._process.stdin
+        os.set_blocking(self._input.fileno(), False)
+
+    def tell(self, message: msgspec.Struct) -> None:
+        """Have it know something. Such messages are few and small: the pipe holds all of them."""
+        with contextlib.suppress(OSError):  # it has ended
+            os.write(self._input.fileno(), msgspec.json.encode(message) + b"\n")
+
+    def reap(self) -> int:
+        self._input.close()
+        return super().reap()
 
 
 class LocalServers:
-    """All servers of a run on this host."""
+    """The servers of a run on this host."""
 
-    def __init__(self, count: int, folder: Path, guard: Guard, *, keep: bool) -> None:
-        """`keep`: each keeps a log in `folder`, to go on from after its death."""
-        self.count = count
+    def __init__(
+        self,
+        numbers: Sequence[int],
+        folder: Path,
+        guard: Guard,
+        *,
+        keep: bool,
+        address: str = "127.0.0.1",
+        token: str | None = None,
+        keys: str | None = None,
+    ) -> None:
+        """`numbers`: which of the run's servers are here. `keep`: each keeps a log in `folder`, to go on from after its
+        death. `address`: of this machine, where they listen. `token`: what has to be known to them, if not a new one.
+        """
+        self.numbers = list(numbers)
         self._folder = folder.resolve()  # scripts may go elsewhere before they look for it
         self._guard = guard
         self._keep = keep
-        self._listeners = [socket.create_server(("127.0.0.1", 0), backlog=1024) for _ in range(count)]
-        write_token(folder)
+        self._keys = keys
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listeners = {
+            number: socket.create_server((address, 0), family=family, backlog=1024) for number in self.numbers
+        }
+        write_secret(folder / TOKEN, (token or new_token()).encode())
         self.living: dict[int, ServerProcess] = {}
+        self._known: dict[int, ReplicaNews] = {}  # by replica, of all hosts: what was heard last
 
-    def place(self, container: str) -> ServersPlace:
-        addresses = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in self._listeners]
-        return ServersPlace(addresses=addresses, container=container, token_folder=str(self._folder))
+    @property
+    def addresses(self) -> dict[int, str]:
+        """Where each of them listens."""
+        return {number: _as_text(listener.getsockname()) for number, listener in self._listeners.items()}
+
+    def place(self, container: str, addresses: Sequence[str]) -> ServersPlace:
+        """What replicas are told of all the run's servers."""
+        return ServersPlace(
+            addresses=list(addresses), container=container, token_folder=str(self._folder), keys=self._keys
+        )
 
     def start(self, number: int) -> ServerProcess:
         setting = ServerSetting(
             number=number,
             descriptor=self._listeners[number].fileno(),
             token_folder=str(self._folder),
+            keys=self._keys,
             folder=str(self._folder / f"server-{number}") if self._keep else None,
         )
         log = self._folder / f"server-{number}.log"
         self.living[number] = ServerProcess(setting, log, self._guard)
+        if number == 0:
+            for news in self._known.values():
+                self.living[0].tell(news)
         return self.living[number]
+
+    def tell_chief(self, news: ReplicaNews) -> None:
+        """Have the chief, if it is here, know whether it need not wait for a replica."""
+        self._known[news.replica] = news
+        if 0 in self.living:
+            self.living[0].tell(news)
 
     def last_words(self, number: int) -> str:
         with contextlib.suppress(OSError):
@@ -94,7 +149,12 @@ class LocalServers:
             server.send(signal.SIGKILL)
             server.reap()
         self.living.clear()
-        for number in range(self.count) if forget else ():
+        for number in self.numbers if forget else ():
             shutil.rmtree(self._folder / f"server-{number}", ignore_errors=True)
-        for listener in self._listeners:
+        for listener in self._listeners.values():
             listener.close()
+
+
+def _as_text(address: tuple[str, int]) -> str:
+    host, port = address[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -11,6 +11,9 @@ board, after it has waited for the process: whoever is declared dead cannot writ
 replica started again joins the others when the chief admits it; if nobody is left to admit it, all start anew on
 a fresh board, and a script that resumes goes on from its checkpoint.
 
+With servers on several hosts each host's supervisor looks after its own processes, and meets the others at host 0's
+(`meeting.py`); who goes on without whom is told in `host_rule.py`.
+
 One thread, one selector: ends (pidfds), output (pipes) and signals (a wake-up pipe) are all descriptors, and ten
 times a second there is a look at the board. Everything that was started is gone when `run` returns.
 """
@@ -25,16 +28,18 @@ import signal
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import TypeVar, cast
 
 import msgspec
 
-from paceline.exchange.board import Board
 from paceline.exchange.words import HostWord, Phase, Word
 from paceline.launch import limits
-from paceline.launch.cores import allowed_cores
+from paceline.launch.fresh_board import board_after, new_board
 from paceline.launch.guard import Guard
+from paceline.launch.host_messages import HostLost, ReplicaEnded, ReplicaNews, ReplicaStarted, RunFailed, StopAsked
+from paceline.launch.host_rule import goes_on_without, replicas_of
 from paceline.launch.job import RunJob
+from paceline.launch.meeting import Meeting, SingleHost
 from paceline.launch.outcome import RunOutcome, link_bytes, outcome_of
 from paceline.launch.regular_look import LOOK_EVERY_S, RegularLook
 from paceline.launch.replica import ReplicaProcess
@@ -49,6 +54,8 @@ from paceline.watch.run_folder import RunFolder
 STOP_GRACE_S = 30.0  # after a request to stop
 END_GRACE_S = 5.0  # after SIGTERM
 MOST_DRAINED_CHUNKS = 16
+
+Answer = TypeVar("Answer")
 
 
 class Supervisor:
@@ -65,9 +72,10 @@ class Supervisor:
         self._say, self._event = self._reporter.say, self._reporter.event
         self._restarts = Restarts(job)
         self._look_at = RegularLook(job, self._reporter)
-        self._board = _new_board(job)
+        self._board = new_board(job)
         self._place = job.place
         self._servers: LocalServers | None = None
+        self._hosts: Meeting | SingleHost = SingleHost()
         self._living: dict[int, ReplicaProcess] = {}
         self._finished: set[int] = set()  # took part until their good end
         self._due: dict[int, float] = {}  # when to start a row again
@@ -86,18 +94,18 @@ class Supervisor:
         with contextlib.closing(Guard()) as self._guard, signals_as_bytes() as self._signals:
             self._selector.register(self._signals, selectors.EVENT_READ, self._on_signal)
             try:
-                self._start_servers()
-                for row in range(self._job.place.rows):
+                self._meet()
+                for row in range(self._job.place.rows) if self._exit_code is None else ():
                     self._start(row)
-                while self._living or self._due:
-                    for key, _ in self._selector.select(LOOK_EVERY_S):
-                        cast(Callable[[], None], key.data)()
+                while not self._is_over():
+                    self._await_something()
                     self._look()
             finally:
                 for replica in list(self._living.values()):
                     self._drop(replica)
                 if self._servers is not None:
                     self._servers.close(forget=self._final_exit_code() == 0)
+                self._hosts.close()
                 self._selector.close()
         outcome = outcome_of(
             self._job,
@@ -115,23 +123,62 @@ class Supervisor:
         self._event("ended", **msgspec.to_builtins(outcome))
         return outcome
 
-    def _final_exit_code(self) -> int:
+    def _await_something(self) -> None:
+        for key, _ in self._selector.select(LOOK_EVERY_S):
+            cast(Callable[[], None], key.data)()
+
+    def _is_over(self) -> bool:
+        """Whether nothing runs any more, on this host or any other."""
+        if self._living or self._due:
+            return False
+        self._hosts.finish(self._own_exit_code(), trained=self._exit_code is not None or bool(self._finished))
+        return self._hosts.code is not None
+
+    def _own_exit_code(self) -> int:
         if self._exit_code is not None:
             return self._exit_code
         return 0 if self._finished else 128 + self._last_signal
 
+    def _final_exit_code(self) -> int:
+        return self._hosts.code if self._hosts.code is not None else self._own_exit_code()
+
     # ── servers ──────────────────────────────────────────────────────────────────────────────────────────
 
-    def _start_servers(self) -> None:
-        if not self._job.servers:
+    def _meet(self) -> None:
+        """Start this host's servers, and learn where those of all hosts are."""
+        job = self._job
+        if not job.server_hosts:
+            return
+        if job.hosts is not None:
+            self._hosts = Meeting(job.hosts, self._say)
+            self._selector.register(self._hosts.descriptor, selectors.EVENT_READ, lambda: None)
+        address = self._wait_for(self._hosts.address)
+        if address is None:
+            self._hosts.leave()
             return
         self._servers = LocalServers(
-            self._job.servers, self._folder.path, self._guard, keep=self._place.strategy.durable
+            job.servers_here,
+            self._folder.path,
+            self._guard,
+            keep=self._place.strategy.durable,
+            address=address,
+            token=job.token,
+            keys=job.keys,
         )
-        place = self._servers.place(self._job.container)
+        begins = self._wait_for(self._hosts.gather(self._servers.addresses, job.container))
+        if begins is None:
+            self._hosts.leave()
+            return
+        place = self._servers.place(begins.container, begins.addresses)
         self._place = msgspec.structs.replace(self._place, servers=place)
-        for number in range(self._job.servers):
+        for number in self._servers.numbers:
             self._start_server(number)
+
+    def _wait_for(self, ask: Callable[[], Answer | None]) -> Answer | None:
+        """What `ask` answers, as soon as it does; None if this run is to end before."""
+        while (answer := ask()) is None and self._exit_code is None:
+            self._await_something()
+        return answer
 
     def _start_server(self, number: int) -> None:
         assert self._servers is not None
@@ -159,7 +206,7 @@ class Supervisor:
             lost = "" if durable else "; its parameters are gone (--durability log would have kept them)"
             words = below(self._servers.last_words(server.number)) if code >= 0 else ""
             self._say(f"{what}{lost}, the run ends{words}")
-            self._end(128 - code if code < 0 else max(1, code))
+            self._fail(128 - code if code < 0 else max(1, code), f"{what}{lost}")
 
     # ── processes ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -168,6 +215,7 @@ class Supervisor:
         if again:
             self._board.declare_started_again(row)
             self._joining.add(row)
+            self._tell_of(ReplicaStarted(replica=self._place.rank + row))
         self._board.enter(row, Phase.STARTING)
         place = msgspec.structs.replace(self._place, row=row, board=self._board.descriptor, restarted=again)
         log = self._folder.open_log(place.rank)
@@ -244,6 +292,8 @@ class Supervisor:
             self._finished.add(row)
         if code == INTERRUPTED and self._job.stops and self._exit_code is None:  # a replica counts its steps itself
             self._stop(0, by="most-steps" if step >= (self._place.most_steps or math.inf) else "another host")
+        elif code == INTERRUPTED and self._several and self._exit_code is None:  # its host has not told us yet
+            self._stop(INTERRUPTED, by="another host")
         if code < 0 and not self._folder.has_failure(replica.rank):  # torch may crash on the way out of a failure
             self._on_death(replica, -code, step)
         elif code != 0 and not (self._stop_requested and code == INTERRUPTED):
@@ -263,6 +313,9 @@ class Supervisor:
         del self._living[replica.row]
         self._joining.discard(replica.row)
         self._board.declare_ended(replica.row)
+        self._tell_of(
+            ReplicaEnded(replica=replica.rank, incarnation=self._board.get(replica.row, Word.INCARNATION) - 1)
+        )
         self._guard.end_children_of(replica.row)
         return code
 
@@ -280,12 +333,17 @@ class Supervisor:
         if self._restarts.of_replicas:
             self._say(f"{what}; {self._start_again(replica)}")
         elif self._job.on_failure == "stop" or self._is_cut:
-            self._say(f"{what}; {self._restarts.used_up}the run ends" if self._living else what)
-            self._end(128 + number)
+            self._say(f"{what}; {self._restarts.used_up}the run ends" if self._living or self._several else what)
+            self._fail(128 + number, what)
         elif self._finished or self._anybody_takes_part():
             count = len(self._living)
-            self._say(f"{what}; {self._restarts.used_up}{count} {'replica goes' if count == 1 else 'replicas go'} on")
+            here = " on this host" if self._several else ""
+            goes = "replica goes" if count == 1 else "replicas go"
+            self._say(f"{what}; {self._restarts.used_up}{count} {goes} on{here}")
             self._release_latecomers()
+        elif self._several:
+            self._say(f"{what}; {self._restarts.used_up}no replica is left on this host, those of others go on")
+            self._drop_all()
         else:
             self._say(f"{what}; no replica is left")
             self._drop_all()
@@ -301,27 +359,15 @@ class Supervisor:
         now = time.monotonic()
         delay_s = self._restarts.delay_s(replica.row, now - replica.started_at)
         soon = f"{f' in {delay_s:g} s' if delay_s else ''} {self._restarts.count()}"
-        if self._anybody_takes_part():
+        if self._anybody_takes_part() or self._several:  # servers have all that it needs to know
             self._due[replica.row] = now + delay_s
             return f"it is started again{soon}"
         self._drop_all()
-        self._replace_board()
+        self._board = board_after(self._board, self._job, servers=self._place.servers is not None)
         self._due = dict.fromkeys(range(self._job.place.rows), now + delay_s)
         self._reporter.shown = 0 if self._job.shown else None
         why = "a cut model needs all its devices" if self._is_cut else "no replica is left"
         return f"{why}, all start anew{soon}"
-
-    def _replace_board(self) -> None:
-        """A fresh one, for all to start anew."""
-        board = _new_board(self._job)
-        if self._place.servers is not None:
-            # Servers have not forgotten those who died, and must not take the new ones for them.
-            for row in range(self._job.place.rows):
-                incarnation = self._board.get(row, Word.INCARNATION) + 1
-                board.set(row, Word.INCARNATION, incarnation)
-                board.set(row, Word.ADMITTED, incarnation)
-        os.close(self._board.descriptor)
-        self._board = board
 
     @property
     def _is_cut(self) -> bool:
@@ -345,9 +391,14 @@ class Supervisor:
         if self._exit_code is not None and not (self._stop_requested or self._quit):
             return  # it fails because another one has failed before
         steps = {row: self._board.get(row, Word.STEP) for row in range(self._job.place.rows)}
-        exit_code = self._reporter.failure(replica.row, code, step, replica.last_errors, steps)
+        exit_code, sentence = self._reporter.failure(replica.row, code, step, replica.last_errors, steps)
         self._stop_requested = self._quit = False
         self._exit_code = None
+        self._fail(exit_code, sentence)
+
+    def _fail(self, exit_code: int, why: str) -> None:
+        """End all replicas, here and on the other hosts."""
+        self._hosts.tell(RunFailed(host=self._place.host, code=exit_code, sentence=" ".join(why.split())))
         self._end(exit_code)
 
     def _end(self, exit_code: int) -> None:
@@ -366,6 +417,7 @@ class Supervisor:
                 self._exit_code = self._exit_code or 128 + number
                 self._kill_at = time.monotonic()
                 self._due.clear()
+                self._hosts.leave()
                 continue
             self._stop(INTERRUPTED, signal=signal_name(number))
             if self._job.shown:
@@ -381,6 +433,7 @@ class Supervisor:
         self._kill_at = time.monotonic() + STOP_GRACE_S
         self._board.host_set(HostWord.STOP_REQUESTED, 1)
         self._event("stopped", **why, step=self._look_at.progress.step)
+        self._hosts.tell(StopAsked(code=exit_code, by=self._stopped_by))
 
     def _look_for_a_stop(self) -> None:
         """Whether the run has done enough."""
@@ -392,10 +445,53 @@ class Supervisor:
         elif time.monotonic() - found.began_at >= (job.longest_s or math.inf):
             self._stop(0, by="longest")
 
+    # ── other hosts ──────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _several(self) -> bool:
+        """Whether other hosts may go on when this one cannot."""
+        return self._job.hosts is not None
+
+    def _tell_of(self, news: ReplicaNews) -> None:
+        """Have the chief, wherever it is, know that a process has ended or is on its way."""
+        if self._several and self._servers is not None:
+            self._servers.tell_chief(news)
+            self._hosts.tell(news)
+
+    def _hear(self) -> None:
+        for message in self._hosts.news():
+            if isinstance(message, ReplicaNews):
+                assert self._servers is not None
+                self._servers.tell_chief(message)
+            elif isinstance(message, HostLost):
+                self._on_host_lost(message)
+            elif isinstance(message, RunFailed):
+                if self._exit_code is None or self._stop_requested:
+                    self._say(f"host {message.host} ended the run: {message.sentence}")
+                    self._stop_requested = False
+                    self._end(message.code)
+            elif isinstance(message, StopAsked) and self._exit_code is None:
+                self._stop(message.code, by=message.by)
+
+    def _on_host_lost(self, lost: HostLost) -> None:
+        self._event("host lost", host=lost.host, why=lost.why)
+        if self._exit_code is not None and not self._stop_requested:
+            return
+        goes_on, sentence = goes_on_without(self._job, lost)
+        self._say(sentence)
+        if goes_on:
+            assert self._servers is not None
+            for replica in replicas_of(self._job, lost.host):
+                self._servers.tell_chief(ReplicaEnded(replica=replica, incarnation=None))
+        else:
+            self._stop_requested = False
+            self._end(1)
+
     # ── the regular look ─────────────────────────────────────────────────────────────────────────────────
 
     def _look(self) -> None:
         now = time.monotonic()
+        self._hear()
         if self._kill_at is not None and now >= self._kill_at:
             for replica in self._living.values():
                 replica.send(signal.SIGKILL)
@@ -415,10 +511,3 @@ class Supervisor:
     def _look_at_progress(self) -> None:
         rows = [row for row in range(self._board.replicas) if self._board.alive(row) or row in self._finished]
         self._look_at.at_progress(self._board, rows)
-
-
-def _new_board(job: RunJob) -> Board:
-    board = Board.create(job.place.rows, supervised=True)
-    board.host_set(HostWord.CORES, len(allowed_cores()))
-    board.host_set(HostWord.DEVICES, job.place.strategy.devices)
-    return board

@@ -41,9 +41,13 @@ class LedgerSamples:
 
     stopped = False  # whoever is asked to stop is told with a step
 
-    def __init__(self, chapter: Chapter, share: Callable[[], BatchShare]) -> None:
+    def __init__(
+        self, chapter: Chapter, share: Callable[[], BatchShare], at_end: Callable[[], None] = lambda: None
+    ) -> None:
+        """`at_end` is called when there are no more, by all replicas after the same step."""
         self._chapter = chapter
         self._share = share
+        self._at_end = at_end
         self._lease = chapter.ledger.next()
 
     def next(self) -> Sequence[ReplicaWork]:
@@ -54,6 +58,7 @@ class LedgerSamples:
                 self._lease = dataclasses.replace(lease, stop=lease.start + available)
                 return [self.work(self._share())]
             ledger.end_epoch(lease.epoch)
+        self._at_end()
         return []
 
     def work(self, assignment: BatchShare) -> ReplicaWork:

@@ -32,11 +32,11 @@ from paceline.exchange.board import Members
 from paceline.exchange.sums import SharedSums
 from paceline.exchange.together import Together
 from paceline.exchange.words import NO_LOSS, OVER_SAMPLES, HostWord, Kind, Phase, Word
-from paceline.loop.engine import Batch, Closed, Computed, ReplicaWork
-from paceline.loop.lockstep import BatchShare, LockstepEngine
+from paceline.loop.engine import Batch, Chapter, Closed, Computed, ReplicaWork
+from paceline.loop.lockstep import BatchShare, LedgerSamples, LockstepEngine
 from paceline.loop.run_state import RunState, StateByName
 from paceline.loss_value import NOTHING, FoundLoss, LossPart, Weight, differing_kinds, nothing_counted
-from paceline.mirrored.between_hosts import OneHost
+from paceline.mirrored.between_hosts import OneHost, StepTotals
 from paceline.mirrored.joining import Joining
 from paceline.mirrored.logged_numbers import LoggedNumbers
 from paceline.mirrored.model_part import CutModel, WholeModel
@@ -70,12 +70,12 @@ class MirroredEngine(LockstepEngine):
         self.model, self.replica, self.joining = model, replica, joining
         self._together, self._hosts, self._clip_norm = together, hosts, clip_norm
         self._board, self._row = together.board, together.replica
-        several = hosts.count > 1
-        shared = self._shared = SharedModel(model, optimizer, together, several_hosts=several, sparse=cut is not None)
+        sums = hosts.sums_gradients
+        shared = self._shared = SharedModel(model, optimizer, together, several_hosts=sums, sparse=cut is not None)
         shared.join() if joining else shared.share()
         self._optimizer = ShardOptimizer(optimizer, shared.arena, shared.states)
         owner = Owner(together, shared.arena, self._optimizer, hosts.bucket_bytes)
-        hosts.open(shared.arena, owner)
+        hosts.open(shared.arena, owner, shared.buffers)
         self._sums = SharedSums(together, shared.arena)
         self._logged = LoggedNumbers(together, shared.arena, hosts)
         self._part = (
@@ -89,7 +89,7 @@ class MirroredEngine(LockstepEngine):
         self._parts = [self._statistics, self._part, hosts, self._joining, self._elsewhere, shard]
         self._count = 0  # members of the step, on all hosts
         self._step: DecidedStep | None = None  # the last
-        if several:
+        if hosts.count > 1:
             shared.compare_hosts(hosts.sum, hosts.count)
         if shared.users_state and not joining:
             together.once(lambda: self._optimizer.take_state(shared.users_state))
@@ -114,6 +114,7 @@ class MirroredEngine(LockstepEngine):
         self._part.meet_devices()
 
     def once(self, number: int, act: Callable[[], None]) -> None:
+        self._hosts.settle()
         self._together.once(act if self._hosts.number == 0 else lambda: None)
         self._hosts.begin_call(Kind.SAVE)  # nobody goes on before the first host is done
 
@@ -132,7 +133,7 @@ class MirroredEngine(LockstepEngine):
             yield
 
     def train(self, loss: Loss, batch: Any, weight: Weight, check: Check) -> LossPart:
-        if self._hosts.count > 1:  # gradients are weighed while backward still runs
+        if self._hosts.sums_gradients and self._part.devices == 1:  # gradients are weighed while backward still runs
             return self._part.train(loss, batch, weight, lambda returned: self._count_early(check(returned), weight))
         return self._part.train(loss, batch, weight, check)
 
@@ -249,10 +250,12 @@ class MirroredEngine(LockstepEngine):
             counts.count(OVER_SAMPLES),
             any(board.get(rank, Word.LOGGED) for rank in ranks),
         ]
+        here = StepTotals(numbers[1], numbers[5])
         touched = self._shared.arena.touched[list(ranks)].amax(0)
         if self._hosts.count > 1:
             totals = self._hosts.sum(torch.cat([torch.tensor(numbers, dtype=torch.float64), touched.double()]))
-            numbers, touched = totals[: len(numbers)].tolist(), totals[len(numbers) :] > 0
+            numbers = totals[: len(numbers)].tolist()
+            touched = self._hosts.touched(touched, totals[len(numbers) :] > 0)
             if numbers[4] != options * self._hosts.count:
                 raise _different_options(f"host {self._hosts.number}", "another host")
         loss, samples, count, stop, _, total, sums, means, logs = numbers
@@ -263,20 +266,17 @@ class MirroredEngine(LockstepEngine):
         logged = self._logged.add_up(ranks) if logs else {}
         mean = loss / total if sums else loss
         closed = Closed(mean, int(samples), int(count) // self._part.devices, bool(stop), logged)
-        weights = self._weights(ranks, total) if sums and self._hosts.count == 1 else None
+        weights = self._hosts.weights(board, ranks, self._part.devices, here, StepTotals(samples, total))
         return closed, DecidedStep(members, number, touched.tolist(), weights)
-
-    def _weights(self, ranks: Sequence[int], total: float) -> dict[int, float]:
-        """Returns by rank what its gradient counts in the mean over that total; one device of a replica knows."""
-        board, devices = self._board, self._part.devices
-        units: dict[int, float] = {}
-        for rank in ranks:
-            units[rank // devices] = max(units.get(rank // devices, 0.0), board.get_float(rank, Word.UNIT))
-        return {rank: units[rank // devices] / total for rank in ranks}
 
     # ── other calls of the script ────────────────────────────────────────────────────────────────────────
 
+    def samples(self, chapter: Chapter) -> LedgerSamples:
+        return LedgerSamples(chapter, self.share, self._hosts.settle)
+
     def agree(self, call: ScriptCall) -> None:
+        self._hosts.settle()
+
         def one_try(members: Members) -> None:
             self._board.work_on(members, Kind.BATCHES, Phase.BETWEEN)
             self._sums.begin(members, Phase.AWAITING_OTHERS)
@@ -291,6 +291,8 @@ class MirroredEngine(LockstepEngine):
         agree(call, lambda values: self._hosts.sum_in_call(self._sums.sum(values, members.ranks)), number, count)
 
     def sum(self, call: ScriptCall, compute: Callable[[BatchShare], torch.Tensor]) -> torch.Tensor:
+        self._hosts.settle()
+
         def one_try(members: Members) -> torch.Tensor:
             self._board.work_on(members, Kind.EVALUATE, Phase.EVALUATING)
             self._sums.begin(members, Phase.AWAITING_EVALUATION)

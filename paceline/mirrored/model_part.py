@@ -90,7 +90,8 @@ class WholeModel(StepPart):
             self.take_buffers()
 
     def take_buffers(self) -> None:
-        self._shared.take_buffers(self._hosts.sum, first=self._hosts.number == 0)
+        total = self._hosts.sum if self._hosts.sums_gradients else None
+        self._shared.take_buffers(total, first=self._hosts.number == 0)
 
     # ── whole tensors ────────────────────────────────────────────────────────────────────────────────────
 
@@ -129,7 +130,7 @@ class CutModel(WholeModel):
         super().__init__(model, shared, together, hosts)
 
     def share(self, members: Members) -> BatchShare:
-        return BatchShare(self._row // self.devices, len(members.ranks) // self.devices)
+        return self._hosts.share(self._row // self.devices, len(members.ranks) // self.devices)
 
     def prepare(self, function: Function, given: Any, statistics: BatchStatistics) -> None:
         if self._prepared:
@@ -165,6 +166,8 @@ class CutModel(WholeModel):
 
     def decided(self, step: DecidedStep) -> None:
         self.take_buffers()  # the model of every device is whole
+        if self._hosts.count > 1 and self._together.board.host_get(HostWord.BUFFERS_OF) == step.members.op:
+            self._parts.take_buffers(self._hosts.sum, first=self._hosts.number == 0)
 
     def publish_buffers(self) -> None:
         """All have."""

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, StrategyError
 from paceline.exchange.board import Board
 from paceline.exchange.links import Links, Store, open_store
 from paceline.exchange.mailboxes import Peers
@@ -30,9 +30,11 @@ from paceline.memory import segment
 from paceline.memory.heap import keep_memory
 from paceline.mirrored.between_hosts import BetweenHosts, OneHost
 from paceline.mirrored.engine import MirroredEngine
+from paceline.mirrored.local_steps import LocalSteps
 from paceline.mirrored.step_parts import StepPart
 from paceline.run_place import PLACE_VARIABLE, Place
 from paceline.split.cut import open_cut
+from paceline.strategy import Strategy
 
 OpenTables = Callable[[nn.Module, Optimizer, Place, int, int], StepPart]  # number of the trainer, incarnation
 
@@ -57,7 +59,7 @@ def open_mirrored(training: Training, tables: OpenTables) -> MirroredEngine:
         model,
         optimizer,
         together,
-        hosts=BetweenHosts(together, links) if links is not None else OneHost(),
+        hosts=_hosts(together, links, strategy),
         replica=training.place.replica,
         clip_norm=training.clip_norm,
         batchnorm=strategy.batchnorm,
@@ -65,6 +67,18 @@ def open_mirrored(training: Training, tables: OpenTables) -> MirroredEngine:
         elsewhere=elsewhere,
         joining=joining,
     )
+
+
+def _hosts(together: Together, links: Links | None, strategy: Strategy) -> OneHost:
+    assert not strategy.on_servers
+    if links is None:
+        if strategy.every > 1 and strategy.replicas > 1:
+            expected = "replicas of one host share memory and send nothing, it is for several hosts, leave it out"
+            raise StrategyError("every", strategy.every, expected)
+        return OneHost()
+    if strategy.every > 1:
+        return LocalSteps(together, links, strategy.every)
+    return BetweenHosts(together, links, strategy.devices)
 
 
 def meet(model: nn.Module, place: Place, *, purpose: str = "owner") -> tuple[Place, Board, Links | None]:

@@ -77,11 +77,12 @@ class Owner:
         gradients for parts of a model: by rank and slot, whether that buffer has one. `weights`: what the gradient of
         each rank counts; None: they are added as they are."""
         self._touched, self._weights = touched, weights
-        self._rows = None if by_rank is None else [self._filled(chunk, by_rank) for chunk in self._arena.layout.chunks]
+        self._rows = None if by_rank is None else [self.filled(chunk, by_rank) for chunk in self._arena.layout.chunks]
         self._optimizer.refresh_options()
 
     @staticmethod
-    def _filled(chunk: Chunk, by_rank: Mapping[int, Sequence[int]]) -> list[int]:
+    def filled(chunk: Chunk, by_rank: Mapping[int, Sequence[int]]) -> list[int]:
+        """Whose buffers have something of a chunk, by rank and slot."""
         found = [rank for rank, touched in by_rank.items() if any(touched[piece.slot] for piece in chunk.pieces)]
         return found or list(by_rank)[:1]  # nobody's: the optimizer will not look at it
 

@@ -50,32 +50,43 @@ class BatchStatistics(StepPart):
     @contextmanager
     def one_pass(self, among: Sequence[int], count: int) -> Iterator[None]:
         """Goes around a pass in which `among`, of `count` members, have samples."""
+        among, count = self._hosts.here(among, count)
         self.some_were_idle |= len(among) < count
         if self.exact and len(among) > 1:
             self._of_part.sum = self._over(among)
         if self._devices > 1:
-            replicas = among if self.exact else [self._row // self._devices]
-            everybody = [replica * self._devices + device for replica in replicas for device in range(self._devices)]
-            self._of_all_devices.sum = lambda values: self._sums.sum(values, everybody)
+            self._of_all_devices.sum = self._over_devices(among)
         try:
             yield
         finally:
             self._of_part.sum = self._of_all_devices.sum = None
 
     def _over(self, among: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor]:
-        if self._hosts.count == 1:
-            # Of a cut model, from those that have the same part.
-            part = self._row % self._devices
+        part = self._row % self._devices  # of a cut model, from those that have the same part
+        if not self._hosts.sums_gradients:
             ranks = [self._ranks[index * self._devices + part] for index in among]
             return lambda values: self._sums.sum(values, ranks)
-        everybody = self._hosts.count * len(self._ranks)
+        self._check_nobody_is_idle(among)
+        here = self._ranks[part :: self._devices]
+        return lambda values: self._hosts.sum(self._sums.sum(values, here))
+
+    def _over_devices(self, among: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The same of what all devices of a replica see a part of."""
+        if self.exact and self._hosts.sums_gradients:
+            self._check_nobody_is_idle(among)
+            return lambda values: self._hosts.sum(self._sums.sum(values, self._ranks))
+        replicas = among if self.exact else [self._row // self._devices]
+        everybody = [replica * self._devices + device for replica in replicas for device in range(self._devices)]
+        return lambda values: self._sums.sum(values, everybody)
+
+    def _check_nobody_is_idle(self, among: Sequence[int]) -> None:
+        everybody = self._hosts.count * len(self._ranks) // self._devices
         if self._has_batchnorm and len(among) < everybody:
             raise DataError(
                 "batch size",
                 f"too small for {everybody} replicas in the last batch",
                 "with BatchNorm on several hosts every replica needs samples in every batch; give drop_last=True",
             )
-        return lambda values: self._hosts.sum(self._sums.sum(values, self._ranks))
 
     def close(self) -> None:
         self._undo()

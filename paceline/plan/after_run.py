@@ -75,7 +75,7 @@ def predict_strategy(predictor: StepPredictor, strategy: Strategy, hosts: int) -
         if strategy.split is not None or strategy.in_graph or strategy.durable or hosts > 1:
             return None
         return predictor.servers(strategy.replicas, strategy.servers, strategy.rule, strategy.exchange)
-    if strategy.table_servers or strategy.exchange == "collective":
+    if strategy.table_servers or strategy.exchange == "collective" or strategy.every > 1:
         return None
     if strategy.split is not None:
         trial = next((trial for trial in predictor.profile.cuts if trial.split == strategy.split), None)

@@ -6,7 +6,7 @@ of the first replica are left in the arena after a step, from where every device
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -73,11 +73,14 @@ class Parts:
             if part.adds:
                 part.of(place).copy_(own)
 
-    def take_buffers(self) -> None:
-        """Takes the buffers in the arena, whole ones and this device's parts of them."""
+    def take_buffers(self, total: Callable[[torch.Tensor], torch.Tensor] | None = None, *, first: bool = True) -> None:
+        """Takes the buffers in the arena, whole ones and this device's parts of them; with the `total` over several
+        hosts, those of the `first`."""
         for (place, buffer), own, part in zip(
             self._shared.buffer_places(), self._buffers, self._of_buffers, strict=True
         ):
+            if total is not None:
+                place.copy_(total(place.clone() if first else torch.zeros_like(place)))  # all devices the same bits
             buffer.copy_(place)
             if own is not buffer:
                 own.copy_(part.of(place))

@@ -53,7 +53,7 @@ def test_a_stall_in_which_all_replicas_wait_names_the_servers(
     board = Board.create(2, supervised=True)
     board.enter(0, Phase.AWAITING_SERVERS)
     board.enter(1, Phase.AWAITING_WORK)
-    job = RunJob("train.py", (), Place(row=0, rows=2), servers=1, stall_s=0.0)
+    job = RunJob("train.py", (), Place(row=0, rows=2), server_hosts=(0,), stall_s=0.0)
     display = PlainDisplay()
     RegularLook(job, Reporter(job, RunFolder(tmp_path, print), display)).for_stalls(board, {0: None, 1: None})  # type: ignore[dict-item]
     display.close()

@@ -96,8 +96,8 @@ def test_flags_that_fit_no_strategy_are_refused(folder: Path, capsys: pytest.Cap
     assert "slow is '1:0.5x': give replicas and factors above 1" in refused(capsys, *asked, "--slow", "1:0.5x")
     assert "longest is 'soon': give a time above 0" in refused(capsys, *asked, "--longest", "soon")
     assert "repeats is '0'" in refused(capsys, *asked, "--repeats", "0")
-    servers = ("--until", "error<=1", "--strategies", "async x2", "--emulate", "hosts=2,link=1gbit")
-    assert "strategies is 'async x2': its emulate is" in refused(capsys, *servers)
+    servers = ("--until", "error<=1", "--strategies", "async x3", "--emulate", "hosts=2,link=1gbit")
+    assert "strategies is 'async x3': its replicas is 3: give a multiple of 2" in refused(capsys, *servers)
 
 
 def compare(folder: Path, *flags: str, until: str = "error<=0.4", strategies: str = "one, async x2") -> Any:

@@ -87,16 +87,37 @@ SENTENCES = {
     "run train.py --replicas 2 --exchange collective --on-failure continue": (
         "on-failure is 'continue': replicas that use collectives survive no death: give stop"
     ),
-    "run train.py --nnodes 2 --servers 2": "nnodes is 2: every host would start servers of its own and train a model",
-    "run train.py --nnodes 2 --servers 2 --only sparse": "nnodes is 2: every host would start servers of its own",
-    "run train.py --emulate hosts=2,link=1gbit --servers 1": (
-        "emulate is 'hosts=2,link=1gbit': every host would start servers of its own"
+    "run train.py --nnodes 2 --servers 2": "servers is 2: say how servers tell friends from strangers, --token with a",
+    "run train.py --nnodes 2 --servers 2 --only sparse": "nnodes is 2: tables on servers work on one host so far",
+    "run train.py --emulate hosts=2,link=1gbit --servers 2 --servers-on 0,2": (
+        "servers-on is '0,2': '2' is no host, give numbers from 0 to 1"
+    ),
+    "run train.py --emulate hosts=2,link=1gbit --servers 1 --servers-on 0,1": (
+        "servers-on is '0,1': that is 2 hosts for 1 server(s), name at most as many"
+    ),
+    "run train.py --emulate hosts=2,link=1gbit --servers 2 --servers-on 1,1": (
+        "servers-on is '1,1': a host is there twice, give each once"
+    ),
+    "run train.py --servers 2 --servers-on 0": (
+        "servers-on is '0': it is about servers that are started on several hosts, leave it out"
+    ),
+    "run train.py --nnodes 2 --servers 2 --token secret --keys keys": (
+        "token is 'secret': certificates tell who comes, give only one of --token, --keys"
+    ),
+    "run train.py --token secret": (
+        "token is 'secret': it belongs to servers that run already, or to servers of a run on several hosts"
     ),
     "run train.py --emulate hosts=2,link=1gbit --join 127.0.0.1:7070 --token folder --container a": (
         "emulate is 'hosts=2,link=1gbit': emulated hosts reach no server outside, leave out --join"
     ),
-    "run train.py --emulate hosts=2,link=1gbit --replicas 2 --stages 2": (
-        "emulate is 'hosts=2,link=1gbit': a model is cut over devices of one host"
+    "run train.py --emulate hosts=2,link=1gbit --replicas 3 --stages 2": (
+        "replicas is 3: give a multiple of 2, as many to each of the 2 hosts"
+    ),
+    "run train.py --emulate hosts=2,link=1gbit --mesh data=3,model=2 --layout batch=data,hidden=model": (
+        "replicas is 3: give a multiple of 2, as many to each of the 2 hosts"
+    ),
+    "run train.py --emulate hosts=2,link=1gbit --replicas 2 --stages 2 --servers 1": (
+        "emulate is 'hosts=2,link=1gbit': a cut model with servers works on one host so far"
     ),
     "run train.py --emulate hosts=2,link=1gbit --async": "async is 'set': it needs servers, give --servers 1 or more",
     "run train.py --emulate hosts=2,link=1gbit --durability log": "durability is 'log': it needs servers",
@@ -111,6 +132,15 @@ SENTENCES = {
     ),
     "run train.py --nnodes 2 --node-rank 1 --master-port 29511": (
         "master-port is 29511: say where host 0 is, --master-addr 10.0.0.1"
+    ),
+    "run train.py --replicas 2 --every 8": (
+        "every is 8: replicas of one host share memory and send nothing, it is for several hosts, leave it out"
+    ),
+    "run train.py --emulate hosts=2,link=1gbit --servers 1 --every 8": (
+        "every is 8: with servers replicas push at each step, leave it out"
+    ),
+    "run train.py --emulate hosts=2,link=1gbit --replicas 2 --stages 2 --every 8": (
+        "every is 8: hosts exchange the gradients of a cut model at each step so far"
     ),
     "run train.py --servers 5000": "servers is 5000: give at most 1024",
     "run train.py --servers 1024": "servers is 1024: torch alone takes",
@@ -226,8 +256,10 @@ def test_the_configuration_says_of_each_value_where_it_came_from() -> None:
         "replicas": {"value": 2, "from": "flag"},
         "wire": {"value": "fp32", "from": "default", "not_used": "no gradient crosses a link"},
         "batchnorm": {"value": "exact", "from": "default"},
+        "every": {"value": 1, "from": "default", "not_used": "no gradient crosses a link"},
         "exchange": {"value": "auto", "from": "default"},
         "timeout_s": {"value": 30.0, "from": "flag"},
+        "servers_on": {"value": None, "from": "default"},
         "on_failure": {"value": "continue", "from": "default"},
         "max_restarts": {
             "value": 0,

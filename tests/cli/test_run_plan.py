@@ -7,6 +7,7 @@ import io
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -23,6 +24,7 @@ VALUES = {
     "--replicas": "4",
     "--nproc-per-node": "1",
     "--wire": "bf16",
+    "--every": "8",
     "--batchnorm": "local",
     "--exchange": "collective",
     "--timeout": "7.5",
@@ -36,6 +38,7 @@ VALUES = {
     "--wavefront": "2",
     "--time-block": "5",
     "--servers": "2",
+    "--servers-on": "1",
     "--only": "sparse",
     "--accept": "1",
     "--bounded": "3",
@@ -65,12 +68,15 @@ VALUES = {
 }
 # What works on one host only, so far.
 REFUSED = {
-    *("--mesh", "--layout", "--stages", "--micro-batches", "--schedule", "--cut-at", "--tiles", "--wavefront"),
-    *("--time-block", "--servers", "--only", "--accept", "--async", "--bounded", "--stale", "--stale-lr"),
-    *("--warmup-steps", "--warmup-epochs", "--durability", "--in-graph", "--join", "--container", "--token", "--keys"),
+    *("--layout", "--micro-batches", "--schedule", "--cut-at", "--time-block"),  # of a cut that was not asked for
+    *("--only", "--in-graph", "--join", "--container"),
     "--master-port",  # without an address
 }
+_SERVED = ("--servers", "2")
 WITH = {
+    **dict.fromkeys(("--accept", "--async", "--bounded", "--warmup-steps", "--warmup-epochs"), _SERVED),
+    **dict.fromkeys(("--durability", "--servers-on", "--token", "--keys", "--in-graph"), _SERVED),
+    **dict.fromkeys(("--stale", "--stale-lr"), (*_SERVED, "--async")),
     "--mesh": ("--layout", "hidden=model"),
     "--goes-on": ("--until", "loss<=0.5"),
     "--join": ("--token", "token", "--container", "digits"),
@@ -114,7 +120,9 @@ def test_an_emulated_host_resolves_the_plan_of_its_maker_whatever_flag_was_given
         plan = outer.on_host(host, "10.213.0.1:29500", "folder")
         subcommand, *words, dashes, one, two = plan.command()
         assert (subcommand, dashes, one, two) == ("run", "--", "--lr", "0.1")
-        own = {"host": host, "rendezvous": "10.213.0.1:29500", "run_folder": "folder", "json": False}
+        own: dict[str, Any] = {"host": host, "rendezvous": "10.213.0.1:29500", "run_folder": "folder", "json": False}
+        if outer.meets and outer.token is None and outer.keys is None:
+            own["token"] = "folder"  # which its maker has put there
         assert plan_of(*words) == plan == replace(outer, **own, quiet=outer.quiet or host == 1)
 
 

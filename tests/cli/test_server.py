@@ -165,7 +165,8 @@ SENTENCES = {
     ),
     "run train.py --container x": ("container is 'x': it belongs to servers that run already, give --join ADDRESSES"),
     "run train.py --servers 1 --token held": (
-        "token is 'held': it belongs to servers that run already, give --join ADDRESSES"
+        "token is 'held': it belongs to servers that run already, or to servers of a run on several hosts, give --join "
+        "ADDRESSES"
     ),
 }
 

@@ -65,6 +65,12 @@ STRATEGIES = {
     "2 replicas, 3 servers over TCP": Strategy("--replicas 2 --servers 3 --exchange tcp", 2, models=OTHERS),
     "3 replicas, 2 servers, 3 passes a batch": Strategy("--replicas 3 --servers 2", 3, 3, OTHERS),
     "3 replicas in one process, 2 servers": Strategy("--replicas 3 --servers 2 --in-graph", 1, models=OTHERS),
+    "2 hosts of 1 replica and 1 server": Strategy(
+        "--replicas 2 --servers 2 --emulate hosts=2,link=1gbit",
+        2,
+        models=("mlp", "tied_transformer", "masked_tokens", "sparse_table"),
+        in_every_test_run=False,
+    ),
     # A model cut over devices, each a process.
     "2 devices, hidden in parts": Strategy(
         "--mesh model=2 --layout hidden=model", 2, models=("mlp", "tied_transformer", "masked_tokens")
@@ -79,6 +85,27 @@ STRATEGIES = {
     ),
     "2 replicas of 2 stages": Strategy(
         "--stages 2 --micro-batches 3 --replicas 2", 4, models=("mlp", "lstm", "masked_tokens"), in_every_test_run=False
+    ),
+    "2 hosts of a replica of 2 devices, hidden in parts": Strategy(
+        "--mesh model=2 --layout hidden=model --replicas 2 --emulate hosts=2,link=1gbit", 4, models=("masked_tokens",)
+    ),
+    "2 hosts of a replica of 2 stages": Strategy(
+        "--stages 2 --micro-batches 3 --replicas 2 --emulate hosts=2,link=1gbit",
+        4,
+        models=("mlp", "masked_tokens"),
+        in_every_test_run=False,
+    ),
+    "2 hosts of a replica of 2 tiles": Strategy(
+        "--tiles 2 --replicas 2 --emulate hosts=2,link=1gbit",
+        4,
+        models=("conv_batchnorm", "masked_pixels", "activated_batchnorm"),
+        in_every_test_run=False,
+    ),
+    "2 hosts of a wavefront over 2": Strategy(
+        "--wavefront 2 --time-block 2 --replicas 2 --emulate hosts=2,link=1gbit",
+        4,
+        models=("lstm", "masked_frames"),
+        in_every_test_run=False,
     ),
     "3 tiles": Strategy("--tiles 3", 3, models=("conv_batchnorm", "masked_pixels", "activated_batchnorm")),
     "2 replicas of 2 tiles": Strategy(

@@ -54,7 +54,7 @@ class Pulls:
         self.version = -1  # of the parameters that the model has
         self.sync = True  # the rule under which they were pulled
         self._elsewhere = False  # a server was started again, and has other memory than the model points at
-        self._live: bool | None = None  # whether the model points at the servers' own memory
+        self._live: bool | None = None  # whether the model points at servers' own memory, where that is shared
         self._cut: list[
             tuple[torch.Tensor, Sequence[ShardPart]]
         ] = []  # parameters in several places, and where those are
@@ -93,12 +93,11 @@ class Pulls:
             pull_from(number)
         if apart:
             together([partial(pull_from, number) for number in apart])
-        live = sync and not apart
-        self._point(live=live)
+        self._point(live=sync)
         for own, parts in self._cut:
             for part in parts:
                 view = self._views[part.server]
-                own[part.start : part.stop] = slot_of(self._seen(view, live=live), view.layout, part.slot)
+                own[part.start : part.stop] = slot_of(self._seen(view, live=sync), view.layout, part.slot)
         self.version, self._elsewhere, self.sync = min(versions), False, sync
 
     def _pull_shared(self, view: ServerView, at_least: int, *, copy: bool) -> int:

@@ -27,6 +27,12 @@ class Presence:
         with self._changed:
             return [replica for replica, incarnation in sorted(self._state.chief.members.items()) if incarnation]
 
+    def expects(self, replica: int, incarnation: int | None) -> bool:
+        """Return whether that replica is on the list: not yet seen, or with that process (None: with any)."""
+        with self._changed:
+            there = self._state.chief.members.get(replica)
+        return there is not None and (incarnation is None or there in (0, incarnation))
+
     def begin_run(self) -> None:
         """Forget who was there: the replicas of another run will come."""
         self._connections.clear()

@@ -63,6 +63,7 @@ class Server:
         self.recovered.set()
         self._failure: BaseException | None = None  # what has ended it
         self._strangers = Strangers()
+        self._not_expected: dict[int, int | None] = {}  # replicas, and which incarnations of them at most; None: all
         self._ended = threading.Event()
 
     @property
@@ -125,9 +126,24 @@ class Server:
                 self._look_for_missing(share.training)
             share.container.journal.look()
 
+    def expect_no_more(self, replica: int, incarnation: int | None) -> None:
+        """The process of that replica has ended, perhaps before it has come here; None: and no other will come."""
+        with self._lock:
+            self._not_expected[replica] = incarnation
+
+    def expect_again(self, replica: int) -> None:
+        """Another process of that replica is on its way."""
+        with self._lock:
+            self._not_expected.pop(replica, None)
+
     def _look_for_missing(self, training: ContainerTraining) -> None:
         """What goes wrong in one container is said to those who train it, and ends nothing else."""
+        with self._lock:
+            not_expected = list(self._not_expected.items())
         try:
+            for replica, incarnation in not_expected:
+                if training.presence.expects(replica, incarnation):
+                    training.leave(replica, incarnation or 0)
             training.look_for_missing()
         except Exception as error:
             self.say(f"container {training.container.name!r} failed:\n{traceback.format_exc()}")

@@ -1,0 +1,95 @@
+"""How two supervisors find out that they are of one run: both prove that they know its token.
+
+    host 1 ──HostGreeting──▶ host 0 ──HostQuestion──▶ host 1 ──HostProof──▶ host 0 ──HostWelcome──▶ host 1
+
+Neither sends the token. The proofs are hashes of both sides' numbers, each never used before, and of who says it: what
+somebody has recorded, or has heard from one side, is of no use at the other, nor at a server, whose proofs are of
+something else (`central/server/welcome.py`). Whoever comes proves it first, so a stranger is told nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+from typing import TypeVar
+
+from paceline import __version__
+from paceline.errors import PacelineError, SecurityError
+from paceline.launch.host_messages import (
+    HostComes,
+    HostGreeting,
+    HostMessage,
+    HostProof,
+    HostQuestion,
+    HostWelcome,
+    RunRefused,
+)
+from paceline.net.frames import Channel, FrameError, printable
+from paceline.net.secure import HANDSHAKE_S, proof_of, same_proof
+
+NONCE_BYTES = 32
+SILENT_S = 20  # after which a host that does not even acknowledge packets is gone
+MOST_QUOTED = 100
+
+Said = TypeVar("Said", bound=HostMessage)
+
+
+def proof_by(who: str, token: str, theirs: bytes, own: bytes) -> bytes:
+    """What `who`, "host 0" or "guest", makes of the other side's number and its own.
+
+    >>> proof_by("guest", "secret", b"1", b"2") == proof_by("host 0", "secret", b"1", b"2")
+    False
+    """
+    return proof_of(token, who.encode() + b"\0" + theirs + own)
+
+
+def greet(channel: Channel[HostMessage], token: str) -> None:
+    """Be let in by host 0, if it knows the token as well."""
+    own = secrets.token_bytes(NONCE_BYTES)
+    channel.send(HostGreeting(version=__version__, nonce=own), timeout_s=HANDSHAKE_S)
+    theirs = _hear(channel, HostQuestion).nonce
+    channel.send(HostProof(proof=proof_by("guest", token, theirs, own)), timeout_s=HANDSHAKE_S)
+    if not same_proof(_hear(channel, HostWelcome).proof, proof_by("host 0", token, own, theirs)):
+        raise SecurityError("it does not know this host's token: give every host the same with --token")
+    channel.trusted = True
+
+
+def welcome(channel: Channel[HostMessage], token: str, timeout_s: float) -> HostComes:
+    """Let a host in, if it knows the token; what it has come with, for which there are `timeout_s`."""
+    greeting = _hear(channel, HostGreeting)
+    if greeting.version != __version__:
+        theirs = printable(greeting.version[:MOST_QUOTED])
+        raise _sent_away(channel, f"host 0 runs Paceline {__version__} and another host {theirs}: use the same version")
+    own = secrets.token_bytes(NONCE_BYTES)
+    channel.send(HostQuestion(nonce=own), timeout_s=HANDSHAKE_S)
+    proof, expected = _hear(channel, HostProof).proof, proof_by("guest", token, own, greeting.nonce)
+    if len(greeting.nonce) != NONCE_BYTES or not same_proof(proof, expected):
+        raise _sent_away(channel, "the token is not host 0's: give every host the same with --token")
+    channel.trusted = True
+    channel.send(HostWelcome(proof=proof_by("host 0", token, greeting.nonce, own)), timeout_s=HANDSHAKE_S)
+    return _hear(channel, HostComes, timeout_s)
+
+
+def _sent_away(channel: Channel[HostMessage], sentence: str) -> SecurityError:
+    with contextlib.suppress(PacelineError):
+        channel.send(RunRefused(sentence=sentence), timeout_s=HANDSHAKE_S)
+    return SecurityError(sentence)
+
+
+def _hear(channel: Channel[HostMessage], kind: type[Said], timeout_s: float = HANDSHAKE_S) -> Said:
+    heard, _ = channel.receive(timeout_s)
+    channel.end_body()
+    if isinstance(heard, RunRefused):
+        raise SecurityError(heard.sentence)
+    if not isinstance(heard, kind):
+        raise FrameError(f"{type(heard).__name__} has come and not {kind.__name__}")
+    return heard
+
+
+def notice_silence(connection: socket.socket) -> None:
+    """Have the kernel end a connection whose other side is silent, also while something is on its way there."""
+    with contextlib.suppress(OSError):  # whoever uses it next finds out
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_S // 4)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENT_S // 4)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_S)

@@ -1,0 +1,397 @@
+"""Where the supervisors of several hosts meet: host 0 listens at the rendezvous, and all others come to it.
+
+A run whose servers are spread over hosts needs more than its replicas know: where all servers listen, that everybody
+was started with the same flags, and later who has ended. So every supervisor keeps one connection to host 0's for as
+long as the run lasts. What one host says all others hear, passed on by host 0. That a connection ends is a message too:
+with a supervisor die all its processes, so its host is gone; a host that falls silent without a word is found by TCP's
+keepalive, in 20 seconds.
+
+    host 1 ──comes, its servers are at …──▶ host 0 ◀──comes── host 2        the same flags? then:
+    host 1 ◀──────begins, all servers are at …────── host 0 ──────▶ host 2  … training …
+    host 1 ──finished──▶ host 0 ◀──finished── host 2                        all have: over
+
+Threads do what may take long (connecting, greeting, reading) and leave what has come in a queue; the one thread that
+decides finds a byte in a pipe (`descriptor`), as it does for everything else that happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from paceline.errors import LaunchError, PacelineError, SecurityError, StrategyError
+from paceline.launch.host_greeting import greet, notice_silence, welcome
+from paceline.launch.host_messages import (
+    HOST_MESSAGES,
+    HostComes,
+    HostFinished,
+    HostLost,
+    HostMessage,
+    RunBegins,
+    RunOver,
+    RunRefused,
+)
+from paceline.net.frames import Channel, ConnectionLost, FrameError
+from paceline.net.secure import HANDSHAKE_S, Keys, wrap_client, wrap_server
+
+CONNECT_S = 5.0
+RETRY_S = 0.2
+SEND_S = 10.0
+MOST_STRANGERS_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class HostsSetting:
+    """How this host finds the others, and what has to be the same on all of them."""
+
+    host: int
+    hosts: int
+    rendezvous: str
+    token: str
+    keys: Keys | None
+    settings: Mapping[str, str]  # by name, as they were typed or are by default
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class _Arrived:
+    """A connection to a host that has shown who it is; the message is what it has come with."""
+
+    channel: Channel[HostMessage]
+    address: str  # of this machine on that connection, for a host that has not come with its servers' addresses yet
+    comes: HostComes | None = None
+
+
+class SingleHost:
+    """The meeting of a run on one host: nobody else is there."""
+
+    descriptor: int | None = None
+
+    def __init__(self) -> None:
+        self.code: int | None = None  # of the run, once it is over
+
+    def address(self) -> str | None:
+        return "127.0.0.1"
+
+    def gather(self, servers: Mapping[int, str], container: str) -> Callable[[], RunBegins | None]:
+        begins = RunBegins(container=container, addresses=list(servers.values()))
+        return lambda: begins
+
+    def tell(self, message: HostMessage) -> None:
+        """There is nobody to hear it."""
+
+    def news(self) -> list[HostMessage]:
+        return []
+
+    def finish(self, code: int, *, trained: bool) -> None:
+        self.code = code
+
+    def leave(self) -> None:
+        """There is nobody to leave."""
+
+    def close(self) -> None:
+        """There are no connections."""
+
+
+class Meeting:
+    """This host's part of the meeting. For one thread, which looks at `descriptor` and calls `news`."""
+
+    def __init__(self, setting: HostsSetting, say: Callable[[str], None]) -> None:
+        self._setting = setting
+        self._say = say
+        self._give_up_at = time.monotonic() + setting.timeout_s
+        self._inbox: queue.SimpleQueue[tuple[int, HostMessage | _Arrived | PacelineError]] = queue.SimpleQueue()
+        self.descriptor, self._wake = os.pipe()
+        os.set_blocking(self.descriptor, False)
+        os.set_blocking(self._wake, False)
+        self._links: dict[int, Channel[HostMessage]] = {}  # by host; but for host 0 there is only that to it
+        self._closed = threading.Event()
+        self._strangers = threading.BoundedSemaphore(MOST_STRANGERS_AT_ONCE)
+        self._listener: socket.socket | None = None
+        self._finished: dict[int, HostFinished] = {}  # by host
+        self.code: int | None = None  # of the run, once it is over
+        if setting.host == 0:
+            self._listener = self._listening()
+            threading.Thread(target=self._accept, name="paceline-meeting", daemon=True).start()
+        else:
+            threading.Thread(target=self._go, name="paceline-meeting", daemon=True).start()
+
+    # ── before the run ───────────────────────────────────────────────────────────────────────────────────
+
+    def address(self) -> str | None:
+        """An address of this machine that the others reach; None: it is not known before host 0 has been reached."""
+        if self._listener is not None:
+            return str(self._listener.getsockname()[0])
+        for _, message in self._take():
+            if isinstance(message, PacelineError):
+                raise message
+            if isinstance(message, _Arrived):
+                self._links[0] = message.channel
+                return message.address
+        return None
+
+    def gather(self, servers: Mapping[int, str], container: str) -> Callable[[], RunBegins | None]:
+        """Tell that this host's servers listen at these addresses. Returns what is to be asked until it answers; it
+        raises when there will be no run. `container`: its name, if this is host 0."""
+        own = HostComes(host=self._setting.host, settings=dict(self._setting.settings), servers=dict(servers))
+        if self._setting.host:
+            self._read_from(0)
+            self._send(0, own)
+            return self._begins
+        come = {0: own}
+        return lambda: self._all_are_there(come, container)
+
+    def _begins(self) -> RunBegins | None:
+        taken = self._take()
+        for number, (_, message) in enumerate(taken):
+            if isinstance(message, RunBegins):
+                for host, later in taken[number + 1 :]:
+                    self._put(host, later)
+                return message
+            if isinstance(message, RunRefused):
+                raise LaunchError(message.sentence)
+            if isinstance(message, HostLost):
+                raise LaunchError(f"host 0 has ended before the run began ({message.why}): see its output")
+        return None
+
+    def _all_are_there(self, come: dict[int, HostComes], container: str) -> RunBegins | None:
+        """Take in who has come. What is wrong with one is said to all, since nobody can go on without it."""
+        for host, message in self._take():
+            if isinstance(message, _Arrived) and message.comes is not None:
+                try:
+                    self._check(message.comes, come)
+                except PacelineError as error:
+                    self._links[-1] = message.channel  # it is told as well
+                    self._refuse(error)
+                come[message.comes.host] = message.comes
+                self._links[message.comes.host] = message.channel
+                self._read_from(message.comes.host)
+            elif isinstance(message, HostLost):
+                self._refuse(LaunchError(f"host {host} has ended before the run began ({message.why}): see its output"))
+        missing = [host for host in range(self._setting.hosts) if host not in come]
+        if missing:
+            if time.monotonic() > self._give_up_at:
+                self._refuse(
+                    LaunchError(
+                        f"host {missing[0]} has not come to {self._setting.rendezvous} within "
+                        f"{self._setting.timeout_s:g} s: start it with --node-rank {missing[0]}, or give --timeout more"
+                    )
+                )
+            return None
+        addresses = {number: address for one in come.values() for number, address in one.servers.items()}
+        begins = RunBegins(container=container, addresses=[addresses[number] for number in sorted(addresses)])
+        self._stop_listening()
+        for host in list(self._links):
+            self._send(host, begins)
+        return begins
+
+    def _check(self, comes: HostComes, come: Mapping[int, HostComes]) -> None:
+        here = come[0].settings
+        for name in dict.fromkeys((*here, *comes.settings)):
+            theirs, ours = comes.settings.get(name, "not given"), here.get(name, "not given")
+            if theirs != ours:
+                expected = f"that is host {comes.host}'s, and host 0 has {ours!r}, give every host the same"
+                raise StrategyError(name, theirs, expected)
+        if comes.host in come:
+            raise StrategyError("node-rank", comes.host, "two hosts have it, give each its own")
+
+    def _refuse(self, error: PacelineError) -> None:
+        for host in list(self._links):
+            self._send(host, RunRefused(sentence=str(error)))
+        raise error
+
+    # ── while it runs ────────────────────────────────────────────────────────────────────────────────────
+
+    def tell(self, message: HostMessage) -> None:
+        """Have all other hosts hear that."""
+        for host in list(self._links):
+            self._send(host, message)
+
+    def news(self) -> list[HostMessage]:
+        """What was heard since the last look. Host 0 passes on what one says to the others."""
+        heard: list[HostMessage] = []
+        for host, message in self._take():
+            if isinstance(message, HostLost) and message.host == host:
+                self._drop(host)
+                if self.code is not None:
+                    continue  # it was free to go
+            if isinstance(message, HostFinished):
+                self._finished[host] = message
+            elif isinstance(message, RunOver):
+                self.code = message.code
+            elif not isinstance(message, _Arrived | PacelineError):
+                heard.append(message)
+                for other in [other for other in self._links if other != host]:
+                    self._send(other, message)
+        self._look_whether_over()
+        return heard
+
+    def finish(self, code: int, *, trained: bool) -> None:
+        """All replicas of this host have ended, as said. Called until the run is over: until `code` is known."""
+        own, host = HostFinished(code=code, trained=trained), self._setting.host
+        if host and 0 not in self._links:
+            self.code = code
+        elif self._finished.get(host) != own:
+            self._finished[host] = own
+            if host:
+                self._send(0, own)
+        self._look_whether_over()
+
+    def leave(self) -> None:
+        """Wait for nobody any more: for the others this host is gone."""
+        for host in list(self._links):
+            self._drop(host)
+
+    def _all_finished(self) -> bool:
+        return 0 in self._finished and all(host in self._finished for host in self._links)
+
+    def _look_whether_over(self) -> None:
+        """Host 0 says when the run is over, and how it has ended: well, if it has for anybody and nobody has failed."""
+        if self._setting.host or self.code is not None or not self._all_finished():
+            return
+        codes = [ended.code for _, ended in sorted(self._finished.items()) if ended.trained]
+        lost = [ended.code for _, ended in sorted(self._finished.items())]
+        self.code = next((code for code in codes if code), 0 if codes else lost[0])
+        self.tell(RunOver(code=self.code))
+
+    # ── connections ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _take(self) -> list[tuple[int, HostMessage | _Arrived | PacelineError]]:
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self.descriptor, 4096):
+                pass
+        taken = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                taken.append(self._inbox.get_nowait())
+        return taken
+
+    def _put(self, host: int, message: HostMessage | _Arrived | PacelineError) -> None:
+        self._inbox.put((host, message))
+        with contextlib.suppress(OSError):  # the pipe is full, so it wakes anyway; or the end has come
+            os.write(self._wake, b"\0")
+
+    def _send(self, host: int, message: HostMessage) -> None:
+        with contextlib.suppress(ConnectionLost):  # whoever reads there finds it too
+            self._links[host].send(message, timeout_s=SEND_S)
+
+    def _read_from(self, host: int) -> None:
+        channel = self._links[host]
+
+        def read() -> None:
+            try:
+                while True:
+                    message, _ = channel.receive()
+                    channel.end_body()
+                    self._put(host, message)
+            except PacelineError as error:
+                self._put(host, HostLost(host=host, why=str(error)))
+
+        threading.Thread(target=read, name=f"paceline-host-{host}", daemon=True).start()
+
+    def _drop(self, host: int) -> None:
+        if (channel := self._links.pop(host, None)) is not None:
+            channel.close()
+
+    def _stop_listening(self) -> None:
+        self._closed.set()
+        if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End all connections: for those who still need this host it is gone."""
+        self._stop_listening()
+        if self._listener is not None:
+            self._listener.close()
+        self.leave()
+        for _, message in self._take():
+            if isinstance(message, _Arrived):
+                message.channel.close()
+
+    # ── host 0 ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def _listening(self) -> socket.socket:
+        host, port = _host_and_port(self._setting.rendezvous)
+        try:
+            family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            return socket.create_server(address[:2], family=family, backlog=1024)
+        except OSError as error:
+            expected = f"host 0 cannot listen there ({error.strerror}), give an address of its own and a free port"
+            raise StrategyError("rdzv-endpoint", self._setting.rendezvous, expected) from error
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        while not self._closed.is_set():
+            try:
+                connection, address = self._listener.accept()
+            except OSError:
+                return
+            if not self._strangers.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(target=self._admit, args=(connection, address[0]), daemon=True).start()
+
+    def _admit(self, connection: socket.socket, address: str) -> None:
+        """Let in whoever knows the token; anybody else is sent away, and changes nothing."""
+        channel: Channel[HostMessage] | None = None
+        try:
+            connection.settimeout(HANDSHAKE_S)
+            keys = self._setting.keys
+            secured = wrap_server(connection, keys) if keys is not None else connection
+            channel = Channel(secured, HOST_MESSAGES, most_body_bytes=0)
+            comes = welcome(channel, self._setting.token, self._setting.timeout_s)
+            notice_silence(secured)
+            self._put(comes.host, _Arrived(channel, "", comes))
+        except (PacelineError, OSError) as error:
+            self._say(f"turned away whoever came from {address}: {error}")
+            channel.close() if channel is not None else connection.close()
+        finally:
+            self._strangers.release()
+
+    # ── the other hosts ──────────────────────────────────────────────────────────────────────────────────
+
+    def _go(self) -> None:
+        """Reach host 0, which may be started later than this one."""
+        host, port = _host_and_port(self._setting.rendezvous)
+        while not self._closed.is_set():
+            try:
+                connection = socket.create_connection((host, port), timeout=CONNECT_S)
+                self._put(0, self._arrive(connection))
+                return
+            except (SecurityError, FrameError) as error:
+                self._put(0, LaunchError(f"host 0 at {self._setting.rendezvous} does not let this host in: {error}"))
+                return
+            except (OSError, ConnectionLost) as error:
+                why = getattr(error, "strerror", None) or error
+            if time.monotonic() > self._give_up_at:
+                waited = f"within {self._setting.timeout_s:g} s ({why})"
+                sentence = (
+                    f"host 0 cannot be reached at {self._setting.rendezvous} {waited}: start it with --node-rank 0"
+                )
+                self._put(0, LaunchError(sentence))
+                return
+            self._closed.wait(RETRY_S)
+
+    def _arrive(self, connection: socket.socket) -> _Arrived:
+        address, keys = str(connection.getsockname()[0]), self._setting.keys
+        secured = wrap_client(connection, keys) if keys is not None else connection
+        channel: Channel[HostMessage] = Channel(secured, HOST_MESSAGES, most_body_bytes=0)
+        try:
+            greet(channel, self._setting.token)
+        except BaseException:
+            channel.close()
+            raise
+        notice_silence(secured)
+        return _Arrived(channel, address)
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
