@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -32,10 +32,10 @@ from paceline.run_place import INTERRUPTED
 from paceline.search.goal import Goal
 from paceline.search.leaderboard import as_markdown, shown
 from paceline.search.plot import plot
-from paceline.search.proposals import SAMPLERS
+from paceline.search.proposals import SAMPLERS, SamplerName
 from paceline.search.script_arguments import ScriptArguments, find_arguments
 from paceline.search.space import SearchSpace
-from paceline.search.study_journal import PRUNERS
+from paceline.search.study_journal import PRUNERS, PrunerName
 from paceline.search.table import draw
 from paceline.search.top import TOP, keep_best
 from paceline.search.tune_folder import JOURNAL, TrialRecord, TuneFolder, script_digest
@@ -119,8 +119,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(options: argparse.Namespace) -> int:
     check_script(options.script, module=options.module)
     space, goal = _space(options), _goal(options)
-    sampler = one_of("sampler", options.sampler or "tpe", SAMPLERS)
-    prune = one_of("prune", options.prune, PRUNERS) if options.prune is not None else None
+    sampler = cast(SamplerName, one_of("sampler", options.sampler or "tpe", SAMPLERS))
+    prune = cast(PrunerName, one_of("prune", options.prune, PRUNERS)) if options.prune is not None else None
     if prune is not None and options.folds is not None:
         expected = "it looks at what one run tells, and with --folds a trial is several, leave one of them out"
         raise StrategyError("prune", prune, expected)

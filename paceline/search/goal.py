@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from paceline.errors import LaunchError
 from paceline.watch.target import is_metric, never_told
@@ -24,8 +25,12 @@ class Goal:
         return f"{'largest' if self.maximize else 'smallest'} {self.metric}"
 
     @property
+    def direction(self) -> Literal["maximize", "minimize"]:
+        return "maximize" if self.maximize else "minimize"
+
+    @property
     def flag(self) -> str:
-        return "--maximize" if self.maximize else "--minimize"
+        return f"--{self.direction}"
 
     def is_better(self, one: float, other: float) -> bool:
         return one > other if self.maximize else one < other

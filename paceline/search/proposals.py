@@ -53,8 +53,7 @@ class Proposals:
                 sampler = optuna.samplers.RandomSampler(seed=seed)
             else:
                 sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
-            direction = "maximize" if self._goal.maximize else "minimize"
-            study = optuna.create_study(sampler=sampler, direction=direction)
+            study = optuna.create_study(sampler=sampler, direction=self._goal.direction)
             distributions = self._space.distributions()
             for record in ended if self._sampler == "tpe" else ():
                 study.add_trial(record.as_optuna(distributions))

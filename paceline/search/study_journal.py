@@ -52,7 +52,7 @@ class StudyJournal:
             self._study = create_study(
                 storage=self._storage,
                 study_name=folder.name,
-                direction="maximize" if goal.maximize else "minimize",
+                direction=goal.direction,
                 pruner=self._pruner,
             )
             self._study_id = self._storage.get_study_id_from_name(folder.name)

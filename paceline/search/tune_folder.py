@@ -20,7 +20,7 @@ import fcntl
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 import xxhash
@@ -40,6 +40,7 @@ CLOCK = "clock.json"
 LOCK = "in-use"
 JOURNAL = "optuna.journal"
 
+Kept = TypeVar("Kept")
 TrialEnd = Literal["done", "pruned", "failed"]
 
 
@@ -106,7 +107,7 @@ class TuneFolder:
 
     def values_of(self, number: int) -> dict[str, Value] | None:
         """The values of a trial that was begun before."""
-        return self._read(self.trial_folder(number) / VALUES, dict[str, Value])
+        return _read(self.trial_folder(number) / VALUES, dict[str, Value])
 
     def begin(self, number: int, values: dict[str, Value]) -> None:
         """Write down the values of a trial, before anything of it is started."""
@@ -115,7 +116,7 @@ class TuneFolder:
 
     def record_of(self, number: int) -> TrialRecord | None:
         """What came of a trial that has ended."""
-        return self._read(self.trial_folder(number) / RESULT, TrialRecord)
+        return _read(self.trial_folder(number) / RESULT, TrialRecord)
 
     def keep(self, record: TrialRecord) -> None:
         write_whole(self.trial_folder(record.number) / RESULT, msgspec.json.encode(record))
@@ -127,7 +128,7 @@ class TuneFolder:
     @property
     def seconds(self) -> float:
         """How long the search has taken in all its starts so far."""
-        return self._read(self.path / CLOCK, float) or 0.0
+        return _read(self.path / CLOCK, float) or 0.0
 
     @seconds.setter
     def seconds(self, seconds: float) -> None:
@@ -138,8 +139,9 @@ class TuneFolder:
         write_whole(self.path / name, data)
         return self.path / name
 
-    def _read(self, path: Path, kind: Any) -> Any:
-        return msgspec.json.decode(path.read_bytes(), type=kind) if path.exists() else None
+
+def _read(path: Path, kind: type[Kept]) -> Kept | None:
+    return msgspec.json.decode(path.read_bytes(), type=kind) if path.exists() else None
 
 
 def script_digest(script: str) -> str:
