@@ -22,17 +22,13 @@ def plot(records: Sequence[TrialRecord], space: SearchSpace, goal: Goal, folder:
     done = sorted((record for record in told if record.end == "done"), key=lambda record: record.at_s)
     if not told:
         return None
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     count = 1 + len(space.parameters)
     across = 2 if count == 4 else min(COLUMNS, count)
     down = math.ceil(count / across)
-    figure, axes = pyplot.subplots(
-        down, across, figsize=(4.2 * across, 3.4 * down), sharey=True, squeeze=False, layout="constrained"
-    )
+    figure = Figure(figsize=(4.2 * across, 3.4 * down), layout="constrained")
+    axes = figure.subplots(down, across, sharey=True, squeeze=False)
     flat = list(axes.flat)
     drawing = _Drawing(told, goal)
     drawing.against_time(flat[0], done)
@@ -52,7 +48,6 @@ def plot(records: Sequence[TrialRecord], space: SearchSpace, goal: Goal, folder:
     path = folder / FILE
     unfinished = path.with_name(f"unfinished-{FILE}")
     figure.savefig(unfinished, dpi=130)
-    pyplot.close(figure)
     unfinished.replace(path)
     return path
 

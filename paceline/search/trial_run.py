@@ -55,6 +55,7 @@ class TrialRun:
         self.steps = 0
         self.outcome: RunOutcome | None = None  # of the last start, if it lived to tell
         self.asked_to_stop = False
+        self.kills = 0  # that this search has seen
         self._started: StartedRun | None = None
         self._times: list[tuple[float, float]] = []  # of each start: its first and its last event
         self._reading: list[RunEvents] = []
@@ -114,6 +115,7 @@ class TrialRun:
         self._started = None
         os.close(self._pidfd)
         self.look()
+        self.kills += was_killed(code)
         return code
 
     def stop(self) -> None:

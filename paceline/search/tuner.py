@@ -126,8 +126,8 @@ class Tuner:
 
     def run(self) -> None:
         """Make all trials, those that an earlier start has left first."""
-        self._take_up()
         try:
+            self._take_up()
             while True:
                 self._fill()
                 if not self._slots:
@@ -246,8 +246,8 @@ class Tuner:
         elif run.asked_to_stop:
             self._report(trial, run)
             self._end(trial, "pruned")
-        elif was_killed(code) and run.starts <= self._search.max_restarts:
-            self._watcher.say(f"trial {trial.number} was killed and is started again ({run.starts} so far)")
+        elif was_killed(code) and run.kills <= self._search.max_restarts:
+            self._watcher.say(f"trial {trial.number} was killed and is started again")
             self._waiting.appendleft((trial, run))
         else:
             self._check_arguments(run, code)
@@ -320,7 +320,7 @@ class Tuner:
 
     def _check_arguments(self, run: TrialRun, code: int) -> None:
         if code == REFUSED_ARGUMENTS and not run.steps and not self.records:
-            said = run.last_words.splitlines()
+            said = [line for line in run.last_words.splitlines() if not line.startswith("paceline: ")]
             raise LaunchError(f"{self._search.script} does not take its arguments: {said[-1] if said else code}")
 
 
