@@ -3,8 +3,8 @@
 All make the same trials of `examples/trials.py`. Beside `paceline tune` there are the bare commands in sequence, plain
 `python` and `paceline run`, each a process that starts Python and imports torch; and Optuna's own parallel search, with
 an objective that starts the script, as its users do. What scheduling costs is the time of `paceline tune --parallel 1`
-less that of the same `paceline run`s by themselves, divided by their number; Optuna and the plot, which are loaded once,
-are in it.
+less that of the same `paceline run`s by themselves, divided by their number; Optuna and the plot, which are loaded
+once, are in it.
 """
 
 from __future__ import annotations
