@@ -22,7 +22,13 @@ import msgspec
 from paceline.cli import complain, whole
 from paceline.cli.checks import check, check_memory, check_script
 from paceline.cli.cut import add_cut_arguments
-from paceline.cli.run import add_bound_arguments, add_fault_arguments, add_server_arguments, add_strategy_arguments
+from paceline.cli.run import (
+    add_bound_arguments,
+    add_fault_arguments,
+    add_server_arguments,
+    add_strategy_arguments,
+    not_used,
+)
 from paceline.cli.run_plan import RunPlan, resolve
 from paceline.compare.plot import MISSING, can_plot
 from paceline.errors import InvalidInput, LaunchError, StrategyError
@@ -94,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--maximize", metavar="METRIC", help="that the script tells, such as accuracy")
     what.add_argument("--minimize", metavar="METRIC", help="that the script tells, such as loss")
     what.add_argument("--sampler", metavar="HOW", help="tpe (default, learns from results), random, grid")
-    what.add_argument("--seed", type=whole("seed", 0), default=0, metavar="N", help="of what is tried, default 0")
+    what.add_argument("--seed", type=whole("seed", 0), metavar="N", help="of what is tried and of folds, default 0")
     what.add_argument("--folds", type=whole("folds", 2), metavar="N", help="cross-validate: N runs a trial, their mean")
     how = parser.add_argument_group("how long, and how many at a time")
     how.add_argument(
@@ -124,12 +130,16 @@ def execute(options: argparse.Namespace) -> int:
     if prune is not None and options.folds is not None:
         expected = "it looks at what one run tells, and with --folds a trial is several, leave one of them out"
         raise StrategyError("prune", prune, expected)
+    if sampler == "grid" and options.seed is not None and options.folds is None:
+        raise StrategyError("seed", options.seed, "a grid is the same for every seed, leave it out")
     trials = _count_trials(options, space, sampler)
     given = tuple(options.arguments or ())
     arguments = find_arguments(
         options.script, given, space.names, module=options.module, folds=options.folds is not None
     )
     plan = _plan(options)
+    if options.parallel > (runs := trials * (options.folds or 1)):
+        raise StrategyError("parallel", options.parallel, f"there are {runs} runs to make, give at most that")
     _check_machine(options, plan)
     _check_optuna()
     search = Search(
@@ -139,7 +149,7 @@ def execute(options: argparse.Namespace) -> int:
         space=space,
         goal=goal,
         sampler=sampler,
-        seed=options.seed,
+        seed=options.seed or 0,
         trials=trials,
         parallel=options.parallel,
         folds=options.folds,
@@ -147,7 +157,7 @@ def execute(options: argparse.Namespace) -> int:
         **({"budget_s": options.budget_s} if options.budget_s is not None else {}),
     )
     folder = TuneFolder.open(options.folder, options.script, _asked(options, search, plan))
-    return TuneCommand(options, search, folder).run()
+    return TuneCommand(options, search, folder, not_used(plan)).run()
 
 
 # ── what was typed ───────────────────────────────────────────────────────────────────────────────────────────
@@ -232,8 +242,9 @@ def _asked(options: argparse.Namespace, search: Search, plan: RunPlan) -> dict[s
 class TuneCommand:
     """One search, shown while it goes on, and what came of it."""
 
-    def __init__(self, options: argparse.Namespace, search: Search, folder: TuneFolder) -> None:
-        self._options, self._search, self._folder = options, search, folder
+    def __init__(self, options: argparse.Namespace, search: Search, folder: TuneFolder, ignored: str = "") -> None:
+        """`ignored`: which flags change nothing in a trial, in words."""
+        self._options, self._search, self._folder, self._ignored = options, search, folder, ignored
         self._live: Live | None = None
         self._shown_at = 0.0
         self._tuner = Tuner(search, folder, self)
@@ -245,6 +256,8 @@ class TuneCommand:
         most = f"up to {search.trials} trials" if search.trials < MOST_TRIALS else "trials until the time is used up"
         kept = f"; {before} of an earlier start are there" if before else ""
         self.say(f"{most}, {search.parallel} at a time, for the {search.goal}, in {self._folder.path}{kept}")
+        if self._ignored:
+            self.say(self._ignored)
         try:
             with stop_is_interrupt(), self._shown():
                 self._tuner.run()
