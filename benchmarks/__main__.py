@@ -41,6 +41,7 @@ SUITE = (
     "predict",
     "tiles",
     "published",
+    "trials",
 )
 DOCS = Path(__file__).parent.parent / "docs"
 LEAST_ROUNDS = 3

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from paceline.graph.whole import whole
     from paceline.serve.predictor import load
     from paceline.trainer import Trainer
+    from paceline.trial_values import trial
 
 __version__ = "0.1.0"
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "load",
     "mean",
     "place",
+    "trial",
     "whole",
 ]
 
@@ -58,6 +60,7 @@ _LAZY = {
     "load": "paceline.serve.predictor",
     "mean": "paceline.collectives",
     "place": "paceline.distributed",
+    "trial": "paceline.trial_values",
     "whole": "paceline.graph.whole",
 }
 

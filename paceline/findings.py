@@ -61,7 +61,13 @@ class ServersAccount(msgspec.Struct, frozen=True, tag="account"):
         return wasted / total if (total := wasted + sum(self.staleness.values())) else 0.0
 
 
-Message = TrainingBegan | Finding | ServersAccount
+class TrialAsked(msgspec.Struct, frozen=True, tag="asked"):
+    """The script has asked for a parameter of its trial."""
+
+    name: str
+
+
+Message = TrainingBegan | Finding | ServersAccount | TrialAsked
 
 
 class MessageWriter:

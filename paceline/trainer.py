@@ -35,6 +35,7 @@ from paceline.rules import Rule
 from paceline.run_place import find_place, settle
 from paceline.split.cut import Loss
 from paceline.strategy import Strategy
+from paceline.trial_values import find_trial
 from paceline.verify.precision import open_precision
 
 
@@ -260,6 +261,17 @@ class Trainer:
         if not isinstance(values, Mapping | None):
             raise DataError("what is logged", type(values).__name__, "give numbers by name, as in log(lr=0.1)")
         self._loop.log(check_values({**(values or {}), **named}))
+
+    def report(self, value: Any, *, name: str | None = None) -> None:
+        """Tell how good the model is by now, as `log` does, under the name of the metric that `paceline tune` looks for
+        unless another is given; without a tuner that is `reported`.
+
+        A tuner that has seen enough of this trial asks it to end, and it does so after its next step: all replicas
+        alike, with nothing else saved. Every named evaluation and logged number of that name is a report as well.
+        """
+        trial = find_trial()
+        given = name if name is not None else trial.metric if trial is not None else "reported"
+        self.log({check_name("name of what is reported", given): value})
 
     def predict(self, *args: Any, method: str = "__call__", **kwargs: Any) -> Any:
         """`model(*args, **kwargs)` as the model stands now, in eval mode and without gradients; or another `method` of

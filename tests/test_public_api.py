@@ -8,7 +8,7 @@ import paceline
 
 def test_exported_names() -> None:
     values = ["Async", "Centralized", "Layout", "Mirrored", "Stages", "Sync", "Tiles", "Wavefront"]
-    doors = ["PacelineError", "Trainer", "__version__", "distribute", "load", "place", "whole"]
+    doors = ["PacelineError", "Trainer", "__version__", "distribute", "load", "place", "trial", "whole"]
     together = ["barrier", "broadcast", "gather", "mean"]
     assert sorted(paceline.__all__) == sorted(values + doors + together)
     for name in paceline.__all__:

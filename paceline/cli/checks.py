@@ -9,7 +9,6 @@ import contextlib
 import difflib
 import errno
 import os
-import re
 import socket
 import sys
 import tempfile
@@ -22,10 +21,10 @@ from paceline.launch.cores import allowed_cores
 from paceline.launch.emulate import check_permission
 from paceline.machine import check_shared_words, free_memory
 from paceline.net.secure import Keys, is_loopback, read_token
+from paceline.search.top import is_beside_a_checkpoint
 
 MOST_DEVICES_A_CORE = 4
 REPLICA_BYTES = 180 << 20  # a process that has imported torch, before it has a model
-_BESIDE_A_CHECKPOINT = re.compile(r"\.(previous(-\d+)?|(step-\d+-)?[0-9a-f]{8}\.training)\.safetensors$")
 
 
 def check_script(script: str, *, module: bool = False) -> None:
@@ -78,7 +77,7 @@ def _check_save(given: str) -> None:
         raise InvalidInput("save-on-stop", given, "this is a folder, give the name of a file in it")
     if path.suffix != ".safetensors":
         raise InvalidInput("save-on-stop", _short(given), "give a file name that ends in .safetensors")
-    if _BESIDE_A_CHECKPOINT.search(path.name):
+    if is_beside_a_checkpoint(path.name):
         raise InvalidInput("save-on-stop", given, "give another name, this one is for files beside a checkpoint")
     if not os.path.isdir(folder):
         raise InvalidInput("save-on-stop", _short(given), "its folder does not exist, make it first")

@@ -8,8 +8,6 @@ that whatever the machine does meanwhile, it does to all of them.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +31,7 @@ from paceline.compare.summary import WaySummary, summarize
 from paceline.compare.ways import Defaults, Way, read_ways
 from paceline.errors import LaunchError, PacelineError, StrategyError
 from paceline.launch.cores import allowed_cores
+from paceline.launch.signals import stop_is_interrupt
 from paceline.run_place import INTERRUPTED
 from paceline.slow_replicas import parse_slow
 from paceline.watch.display import clock
@@ -176,7 +175,7 @@ class Comparison:
             _say(line)
         code = 0
         try:
-            with _stop_signals():
+            with stop_is_interrupt():
                 self._measure_all()
         except KeyboardInterrupt:
             code = INTERRUPTED
@@ -318,20 +317,6 @@ def _count(number: int, what: str) -> str:
 
 def _say(line: str) -> None:
     print(f"paceline: {line}", file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[None]:
-    """A request to end is a Ctrl-C, however it comes."""
-
-    def stop(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 class _Progress:

@@ -84,11 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     joined.add_argument("--container", metavar="NAME", help="of the parameters, default the run folder's name")
     joined.add_argument("--token", metavar="PATH", help="their token: the file, or the folder it is in")
     joined.add_argument("--keys", metavar="FOLDER", help="instead of a token, on other machines (paceline keys)")
-    faults = parser.add_argument_group("when something happens")
-    faults.add_argument("--on-failure", metavar="POLICY", help="of a killed replica: continue (default), restart, stop")
-    faults.add_argument("--max-restarts", type=whole("max-restarts", 0), metavar="N", help="at most, default 10")
+    faults = add_fault_arguments(parser)
     faults.add_argument("--save-on-stop", metavar="PATH", help="a checkpoint to write when stopped by Ctrl-C")
-    faults.add_argument("--slow", metavar="2:5x", help="make replica 2 a straggler: it takes 5 times as long a step")
     add_stop_arguments(parser)
     hosts = parser.add_argument_group("several machines")
     hosts.add_argument("--nnodes", dest="hosts", type=whole("nnodes", 1), metavar="N", help="how many, default 1")
@@ -114,10 +111,24 @@ def add_stop_arguments(parser: argparse.ArgumentParser) -> None:
         "--until", metavar="TARGET", help='stop when a metric the script tells is there, such as "accuracy>=0.97"'
     )
     group.add_argument("--goes-on", action="store_true", help="note when the target is reached, and do not stop")
+    add_bound_arguments(group)
+
+
+def add_bound_arguments(group: argparse._ActionsContainer) -> None:
+    """How long a run may be."""
     group.add_argument(
         "--longest", dest="longest_s", type=partial(read_time, "longest"), metavar="TIME", help="of training: 60s, 5m"
     )
     group.add_argument("--most-steps", type=whole("most-steps", 1), metavar="N", help="updates, of the whole run")
+
+
+def add_fault_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """What happens to replicas, and what then."""
+    group = parser.add_argument_group("when something happens")
+    group.add_argument("--on-failure", metavar="POLICY", help="of a killed replica: continue (default), restart, stop")
+    group.add_argument("--max-restarts", type=whole("max-restarts", 0), metavar="N", help="at most, default 10")
+    group.add_argument("--slow", metavar="2:5x", help="make replica 2 a straggler: it takes 5 times as long a step")
+    return group
 
 
 def add_strategy_arguments(parser: argparse.ArgumentParser) -> None:

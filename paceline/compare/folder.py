@@ -10,7 +10,6 @@ runs/20251115-184203-train-compare/
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from pathlib import Path
@@ -20,7 +19,7 @@ import msgspec
 
 from paceline.compare.measuring import Measurement
 from paceline.compare.ways import Way
-from paceline.errors import InvalidInput
+from paceline.watch.kept_folder import open_kept, write_whole
 
 ASKED = "compare.json"
 
@@ -35,16 +34,7 @@ class CompareFolder:
     def open(cls, given: str | None, script: str, asked: dict[str, Any]) -> CompareFolder:
         """A new one, or one in which the same was asked for before."""
         path = Path(given) if given is not None else _new_name(script)
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            if (path / ASKED).exists():
-                _check_same(path, asked)
-            elif any(path.iterdir()):
-                raise InvalidInput("folder", str(path), "it holds something else, give a new folder")
-            else:
-                _write(path / ASKED, msgspec.json.format(msgspec.json.encode(asked)))
-        except OSError as error:
-            raise InvalidInput("folder", str(path), f"it cannot be used ({error.strerror}), give another") from error
+        open_kept(path, ASKED, "a comparison", asked)
         return cls(path)
 
     def run_folder(self, way: Way, repeat: int) -> Path:
@@ -62,10 +52,10 @@ class CompareFolder:
         return path
 
     def keep(self, way: Way, measurement: Measurement) -> None:
-        _write(self.run_folder(way, measurement.repeat).with_suffix(".json"), msgspec.json.encode(measurement))
+        write_whole(self.run_folder(way, measurement.repeat).with_suffix(".json"), msgspec.json.encode(measurement))
 
     def write(self, name: str, data: bytes) -> Path:
-        _write(self.path / name, data)
+        write_whole(self.path / name, data)
         return self.path / name
 
 
@@ -76,19 +66,3 @@ def _new_name(script: str) -> Path:
         attempt += 1
         path = Path("runs") / f"{name}-{attempt}"
     return path
-
-
-def _check_same(path: Path, asked: dict[str, Any]) -> None:
-    before = msgspec.json.decode((path / ASKED).read_bytes(), type=dict[str, Any])
-    wanted = msgspec.json.decode(msgspec.json.encode(asked), type=dict[str, Any])
-    for name in {**before, **wanted}:
-        if before.get(name) != wanted.get(name):
-            expected = f"it holds a comparison with {name} {before.get(name)!r}, give a new folder or ask for the same"
-            raise InvalidInput("folder", str(path), expected)
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Whole or not at all."""
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_bytes(data + b"\n")
-    os.replace(unfinished, path)

@@ -1,15 +1,11 @@
 """One run of a comparison: `paceline run`, started as a user would, watched through its events, and what came of it.
 
-It runs in a process of its own that dies with this one. Everything known of it comes out of its run folder.
+How it is started, and read, is `launch/started_run.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,13 +14,11 @@ from typing import Any
 import msgspec
 
 from paceline.errors import LaunchError
-from paceline.launch.outcome import RunOutcome
-from paceline.launch.replica import PARENT_VARIABLE
+from paceline.launch.started_run import StartedRun, last_words, outcome_in, read_events
 from paceline.watch.run_folder import EVENTS
 from paceline.watch.target import NOT_REACHED, Target
 
 LOOK_EVERY_S = 0.1
-END_WITHIN_S = 20.0
 _TAIL_BYTES = 8192
 
 
@@ -68,31 +62,14 @@ def measure(
     """Run `paceline` with these arguments, which name the run folder. `look` is told how far it is, again and again."""
     began = time.time()
     output = folder.with_suffix(".out")
-    with output.open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "paceline", *arguments],
-            env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
-            start_new_session=True,  # a Ctrl-C is for this process, which then ends that one
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-        )
+    run = StartedRun(arguments, output)
     try:
-        while (code := _wait(process)) is None:
+        while (code := run.wait(LOOK_EVERY_S)) is None:
             look(_progress(folder / EVENTS))
     except BaseException:
-        process.send_signal(signal.SIGQUIT)  # ends all of it at once
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(END_WITHIN_S)
-        process.kill()
+        run.end()
         raise
     return _read(way, repeat, ["paceline", *arguments], code, folder, target, began, output)
-
-
-def _wait(process: subprocess.Popen[bytes]) -> int | None:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        return process.wait(LOOK_EVERY_S)
-    return None
 
 
 def _progress(events: Path) -> str:
@@ -109,16 +86,6 @@ def _progress(events: Path) -> str:
     return "starting"
 
 
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """All that is whole: the last line of a killed run need not be."""
-    events = []
-    with contextlib.suppress(OSError):
-        for line in path.read_bytes().splitlines():
-            with contextlib.suppress(msgspec.DecodeError):
-                events.append(msgspec.json.decode(line, type=dict[str, Any]))
-    return events
-
-
 def _read(
     way: str,
     repeat: int,
@@ -130,11 +97,9 @@ def _read(
     output: Path,
 ) -> Measurement:
     events = read_events(folder / EVENTS)
-    ended = next((event for event in reversed(events) if event["event"] == "ended"), None)
-    if ended is None:
-        raise LaunchError(f"{way} did not start: {_last_words(output) or f'exit code {code}'}")
-    fields = {name: value for name, value in ended.items() if name not in ("time", "event")}
-    outcome = msgspec.convert(fields, RunOutcome)
+    outcome = outcome_in(events)
+    if outcome is None:
+        raise LaunchError(f"{way} did not start: {last_words(output) or f'exit code {code}'}")
     told = [e for e in events if e["event"] == "found" and target.is_for(e["name"]) and e["value"] is not None]
     curve = [Point(e["seconds"] or 0.0, e["samples"], e["step"], e["value"]) for e in told]
     seen = outcome.target
@@ -160,12 +125,5 @@ def _read(
         dropped=outcome.dropped,
         thrown_away=outcome.thrown_away,
         staleness=outcome.staleness,
-        error=_last_words(output) if code not in (0, NOT_REACHED) else None,
+        error=last_words(output) if code not in (0, NOT_REACHED) else None,
     )
-
-
-def _last_words(output: Path) -> str:
-    with contextlib.suppress(OSError):
-        lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
-        return "\n".join(lines[-8:])
-    return ""

@@ -26,3 +26,17 @@ def signals_as_bytes() -> Iterator[int]:
             signal.signal(number, handler)
         os.close(writing)
         os.close(reading)
+
+
+@contextlib.contextmanager
+def stop_is_interrupt() -> Iterator[None]:
+    """A request to end is a Ctrl-C, however it comes: for a command that only waits for others."""
+
+    def stop(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paceline.findings import Finding, Message, ServersAccount, TrainingBegan
+from paceline.findings import Finding, Message, ServersAccount, TrainingBegan, TrialAsked
 from paceline.watch.target import Target
 
 MOST_WAITING = 10_000  # findings of one replica that is not in charge
@@ -49,6 +49,7 @@ class FoundSoFar:
         self._write = write
         self._target = target
         self._told: set[str] = set()
+        self._asked: set[str] = set()  # parameters of a trial
         self._waiting: dict[int, dict[str, Finding]] = {}  # by row and key, in the order in which they were told
         self.began_at: float | None = None
         self.latest: dict[str, FoundValue] = {}
@@ -61,6 +62,10 @@ class FoundSoFar:
             self.began_at = message.at if self.began_at is None else min(message.at, self.began_at)
         elif in_charge is None:
             return
+        elif isinstance(message, TrialAsked):
+            if message.name not in self._asked:
+                self._asked.add(message.name)
+                self._write("asked", name=message.name)
         elif isinstance(message, ServersAccount):
             self.account = message
         elif row == in_charge or message.word_of == "any":

@@ -52,7 +52,7 @@ class Target:
 
     def is_for(self, name: str) -> bool:
         """Whether that is the metric."""
-        return name == self.metric or name.rpartition("/")[2] == self.metric
+        return is_metric(self.metric, name)
 
     def holds(self, value: float) -> bool:
         return bool(_HOLDS[self.sign](value, self.value))
@@ -70,13 +70,27 @@ class Target:
 
     def never_seen(self, names: Iterable[str]) -> str:
         """Why a run that told these names could not reach it, and what to do."""
-        known = nearest_first(self.metric, sorted(names))
-        if known:
-            return f"{self.metric} was never told: the script tells {', '.join(known)}; ask for one of them in --until"
-        return (
-            f"{self.metric} was never told: have the script call "
-            f"trainer.evaluate(dataset, metric, name={self.metric!r}) or trainer.log({_keyword(self.metric)})"
-        )
+        return never_told(self.metric, names, "in --until")
+
+
+def is_metric(metric: str, name: str) -> bool:
+    """Whether what is told under this name is the metric that somebody asks for.
+
+    >>> is_metric("accuracy", "validation/accuracy"), is_metric("test/accuracy", "validation/accuracy")
+    (True, False)
+    """
+    return name == metric or name.rpartition("/")[2] == metric
+
+
+def never_told(metric: str, names: Iterable[str], where: str) -> str:
+    """Why nothing can be said of a metric, of a run that told these names, and what to do. `where`: it is asked for."""
+    known = nearest_first(metric, sorted(names))
+    if known:
+        return f"{metric} was never told: the script tells {', '.join(known)}; ask for one of them {where}"
+    return (
+        f"{metric} was never told: have the script call "
+        f"trainer.evaluate(dataset, metric, name={metric!r}) or trainer.log({_keyword(metric)})"
+    )
 
 
 def _keyword(name: str) -> str:
