@@ -61,11 +61,12 @@ class ProcessEnds:
 
 
 def be_model_process(
-    ends: ProcessEnds, factory: Factory, cores: Sequence[int], *, parent: int | None = None
+    ends: ProcessEnds, factory: Factory, cores: Sequence[int], *, kept: Sequence[int] = (), parent: int | None = None
 ) -> NoReturn:
     """Makes this process, just forked, the process of a model: it answers with `factory()` and ends with its owner.
 
-    It runs one thread on `cores`, without gradients, and a module in eval mode. `parent`: the owner's process, if that has forked this one from its main thread.
+    It runs one thread on `cores`, without gradients, and a module in eval mode. `kept`: further descriptors that the
+    factory needs. `parent`: the owner's process, if that has forked this one from its main thread.
     """
     status = 1
     try:
@@ -74,7 +75,7 @@ def be_model_process(
         for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGIO):
             signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
-        _let_go_of_all_but(ends.descriptors)
+        _let_go_of_all_but([*ends.descriptors, *kept])
         _end_with_owner(ends.lifeline, parent)
         _use(cores)
         _answer_all(ends, factory)

@@ -4,7 +4,7 @@
     number = process.ask(image)           # returns at once
     selectors.register(process, EVENT_READ)
     for event in process.events():        # when `process` is readable: never waits
-        …                                 # Ready, Answered(number, value, seconds), Failed(number, reason), Died(reason)
+        …                                 # Ready, Answered(number, value, …), Failed(number, reason, …), Died(reason)
 
 Tensors lie in shared memory (`shared_values.py`); who has to read something is told by a few bytes in a socket. The
 process and the owner each have one side of it: an answer that the owner did not wait for is still the answer to its own

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import PacelineError, ReplicaDied, Stalled
 from paceline.serve.model_process import Answered, Died, Failed, ForkHere, ModelProcess, Ready
-from paceline.serve.shared_values import NotSharable, StackedRows, SharedValues
+from paceline.serve.shared_values import NotSharable, SharedValues, StackedRows
 
 LONG_S = 60.0
 
@@ -75,7 +75,9 @@ def test_many_are_waited_for_at_once_and_nobody_has_to_look() -> None:
             for key, _ in selector.select(LONG_S):
                 process = key.fileobj
                 assert isinstance(process, ModelProcess)
-                found |= {process.name: e.value["twice"] for e in process.events() if isinstance(e, Answered)}
+                for event in process.events():
+                    if isinstance(event, Answered):
+                        found[process.name] = event.value["twice"]
         assert not selector.select(0)  # what was heard is not told again
     for number, process in enumerate(processes):
         assert found[str(number)].tolist() == [2 * number] * 4
