@@ -76,7 +76,7 @@ def be_model_process(
             signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
         _let_go_of_all_but([*ends.descriptors, *kept])
-        _end_with_owner(ends.lifeline, parent)
+        end_with_owner(ends.lifeline, parent)
         _use(cores)
         _answer_all(ends, factory)
         status = 0
@@ -142,7 +142,8 @@ def _let_go_of_all_but(kept: Sequence[int]) -> None:
                 os.dup2(nowhere, descriptor, inheritable=False)
 
 
-def _end_with_owner(lifeline: int, parent: int | None) -> None:
+def end_with_owner(lifeline: int, parent: int | None = None) -> None:
+    """Has this process end when the other end of the lifeline is closed, or when its parent ends."""
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
     if parent is not None:
