@@ -30,6 +30,7 @@ SUBCOMMANDS = {
     "calibrate": "measure this machine once, for plans",
     "verify": "compare the numbers of a strategy with those of one process",
     "compare": "train to a target in several ways, with repeats and spread",
+    "serve": "answer requests with a trained model, over HTTP",
     "dims": "show the named dims of a model, to write a layout with",
     "server": "run one server that keeps parameters for long",
     "container": "list, show, save, drop and copy what servers keep",

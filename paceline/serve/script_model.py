@@ -63,9 +63,7 @@ def find_model(script: str, arguments: Sequence[str], *, with_call: bool) -> Scr
     if makes and not isinstance(model, nn.Module):
         raise LaunchError(f"{script}: {MAKE_MODEL}() returned a {type(model).__name__}, let it return the nn.Module")
     if model is None:
-        raise LaunchError(
-            f"{script} ended and no model was found: let it call trainer.step, or define {MAKE_MODEL}() that returns one"
-        )
+        raise LaunchError(f"{script} ended and no model was found: let it call trainer.step, or define {MAKE_MODEL}()")
     return ScriptModel(model)
 
 

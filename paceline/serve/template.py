@@ -155,5 +155,3 @@ def copy_checkpoint(path: str) -> int:
             return copy
     except OSError as error:
         raise CheckpointError(f"{path} could not be read ({error.strerror})") from error
-
-

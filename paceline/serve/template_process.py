@@ -58,9 +58,7 @@ def be_template(channel: socket.socket) -> None:
         os.close(pidfd)
 
 
-def _answer(
-    start: StartRequest, descriptors: Sequence[int], found: Any, call: Any, request: TemplateRequest
-) -> None:
+def _answer(start: StartRequest, descriptors: Sequence[int], found: Any, call: Any, request: TemplateRequest) -> None:
     """Makes this process, just forked, one that answers for a version of the model."""
     channel, requests, answers, lifeline, checkpoint = descriptors
     ends = ProcessEnds(socket.socket(fileno=channel), SharedValues(requests), SharedValues(answers), lifeline)
