@@ -28,6 +28,7 @@ from paceline.serve.answering import ProcessEnds
 from paceline.serve.tensor_spec import ModelDescription
 from paceline.split.values import Split
 
+MOST_TRIES = 3  # to have a process forked, each with a new template
 _MOST_MESSAGE = 1 << 17
 _PIECE = 1 << 24
 
@@ -74,15 +75,17 @@ class Template:
     def start(self, request: StartRequest, descriptors: Sequence[int]) -> tuple[int, int]:
         """Returns the number of a new process of the model, and a pidfd of it."""
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._open()
-            try:
-                socket.send_fds(self._channel, [msgspec.msgpack.encode(request)], list(descriptors))
-                message, (pidfd, *_), _, _ = socket.recv_fds(self._channel, _MOST_MESSAGE, 1)
-            except (OSError, ValueError) as error:
-                self._end()
-                raise LaunchError("the process that has run the script has ended: it is started again") from error
-            return int(msgspec.msgpack.decode(message)), pidfd
+            for _ in range(MOST_TRIES):
+                if self._process is None or self._process.poll() is not None:
+                    self._open()
+                try:
+                    socket.send_fds(self._channel, [msgspec.msgpack.encode(request)], list(descriptors))
+                    message, (pidfd, *_), _, _ = socket.recv_fds(self._channel, _MOST_MESSAGE, 1)
+                except (OSError, ValueError):  # it has ended meanwhile
+                    self._end()
+                else:
+                    return int(msgspec.msgpack.decode(message)), pidfd
+            raise LaunchError(f"the process that runs the script has ended {MOST_TRIES} times, see what it printed")
 
     def close(self) -> None:
         """Ends it."""
