@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, ReplicaDied
 from paceline.serve.shared_values import NotSharable, SharedValues
 
 QUESTION = struct.Struct("=QQ")  # number, bytes of the request
@@ -82,6 +82,8 @@ def be_model_process(
         status = 0
     except (BrokenPipeError, ConnectionResetError):
         status = 0  # the owner has gone away
+    except ReplicaDied as error:
+        print(f"paceline: {error}", file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -115,6 +117,8 @@ def _answer_all(ends: ProcessEnds, factory: Factory) -> None:
         except NotSharable as what:
             length = ends.answers.write(f"the model answers with {what}: let it return tensors, in lists or dicts")
             reply(ReplyKind.FAILURE, number, length, time.perf_counter() - began)
+        except ReplicaDied:
+            raise  # a device of the model is no more: this process cannot answer, and another is started
         except Exception as error:
             length = ends.answers.write(in_a_sentence(error))
             reply(ReplyKind.FAILURE, number, length, time.perf_counter() - began)

@@ -51,6 +51,12 @@ class Served:
     def said(self) -> str:
         return (self.folder / "stderr").read_text()
 
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
     def end(self) -> int:
         """Ends it as an operator does, and returns its exit code."""
         self.client.close()
