@@ -32,9 +32,15 @@ class Connection(asyncio.Protocol):
                 self._data = b""
                 self._answer.set_result(int(head.split(b" ", 2)[1]))
 
+    def connection_lost(self, error) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(0)  # a status that no server gives
+
     async def ask(self) -> tuple[int, float]:
         began = time.perf_counter()
         self._answer = asyncio.get_running_loop().create_future()
+        if self._transport.is_closing():
+            return 0, 0.0
         self._transport.write(REQUEST)
         return await self._answer, time.perf_counter() - began
 

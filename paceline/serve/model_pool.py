@@ -32,7 +32,7 @@ from paceline.serve.request_error import (
 )
 from paceline.serve.serving_metrics import ServingMetrics
 from paceline.serve.shared_values import StackedRows
-from paceline.serve.template import FromTemplate, Template, copy_checkpoint
+from paceline.serve.template import FileIdentity, FromTemplate, Template, copy_checkpoint, identity_of
 
 Arrays = Mapping[str, np.ndarray]
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # before a process that failed to start is tried again
@@ -94,6 +94,7 @@ class ModelPool:
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = self._versions = self._names = 0
         self._closing = False
+        self.loaded: FileIdentity | None = None  # the file that was taken last, whether or not it could be
 
     @property
     def version(self) -> int | None:
@@ -255,6 +256,7 @@ class ModelPool:
             return version
 
     async def _load(self) -> int:
+        self.loaded = identity_of(self.path)
         copy = await asyncio.to_thread(copy_checkpoint, self.path)
         self._versions += 1
         version = self._versions
@@ -263,7 +265,9 @@ class ModelPool:
         try:
             for cores in self._cores:
                 names.append(await self._start(version, cores))
-            await asyncio.gather(*(self._members[name].started for name in names))
+            for found in await asyncio.gather(*(self._members[name].started for name in names), return_exceptions=True):
+                if found is not None:
+                    raise found
         except BaseException:
             for name in names:
                 self._drop(name)

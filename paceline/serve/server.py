@@ -32,11 +32,12 @@ from paceline.serve.batching import RequestQueue
 from paceline.serve.http_app import HttpApp, HttpSettings
 from paceline.serve.model_pool import ModelPool
 from paceline.serve.serving_metrics import ServingMetrics
-from paceline.serve.template import Template, TemplateRequest
+from paceline.serve.template import Template, TemplateRequest, identity_of
 from paceline.serve.tensor_spec import ModelDescription, TensorSpec
 from paceline.split.values import Split
 
 LOOK_S = 0.5  # between looks at the checkpoint's file
+KEPT_ALIVE_S = 75  # a connection on which nothing is asked; longer than proxies keep theirs
 LONGEST_DRAIN_S = 30
 
 
@@ -151,28 +152,19 @@ async def _before(work: asyncio.Task[object], ending: asyncio.Event) -> bool:
 
 async def _look(pool: ModelPool, reload: asyncio.Event) -> None:
     """Loads a new version when the file has changed or a signal has come; ends processes that are stuck."""
-    loaded = seen = _identity(pool.path)
+    seen = pool.loaded
     while True:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(reload.wait(), LOOK_S)
         pool.kill_the_stuck()
-        now = _identity(pool.path)
+        now = identity_of(pool.path)
         settled, seen = now == seen, now  # one that is being written is left alone until it rests
-        if reload.is_set() or (settled and now is not None and now != loaded and pool.version is not None):
+        if reload.is_set() or (settled and now is not None and now != pool.loaded and pool.version is not None):
             reload.clear()
-            loaded = now
             try:
                 _say(f"version {await pool.load()} of {pool.path} answers from now on")
             except PacelineError as error:
                 _say(f"a new version was not loaded, and all is as it was: {error}")
-
-
-def _identity(path: str) -> tuple[int, int, int] | None:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 class _Server(uvicorn.Server):
@@ -193,6 +185,7 @@ def _http_config(settings: ServeSettings, app: HttpApp) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
+        timeout_keep_alive=KEPT_ALIVE_S,
         timeout_graceful_shutdown=LONGEST_DRAIN_S,
         ssl_certfile=certificate,
         ssl_keyfile=key,

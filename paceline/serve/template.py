@@ -32,6 +32,8 @@ MOST_TRIES = 3  # to have a process forked, each with a new template
 _MOST_MESSAGE = 1 << 17
 _PIECE = 1 << 24
 
+FileIdentity = tuple[int, int, int]
+
 
 class TemplateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What a template is started with."""
@@ -88,7 +90,9 @@ class Template:
             raise LaunchError(f"the process that runs the script has ended {MOST_TRIES} times, see what it printed")
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends it, also while it runs the script."""
+        if (process := self._process) is not None:
+            process.kill()  # whoever waits for it has the lock
         with self._lock:
             self._end()
 
@@ -158,3 +162,12 @@ def copy_checkpoint(path: str) -> int:
             return copy
     except OSError as error:
         raise CheckpointError(f"{path} could not be read ({error.strerror})") from error
+
+
+def identity_of(path: str) -> FileIdentity | None:
+    """Returns what changes when a file is replaced or written; None if there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns

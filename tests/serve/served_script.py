@@ -1,4 +1,4 @@
-"""A model that a test can hold, fail and kill: it answers `weight * x`, after what the first number of a row asks for."""
+"""A model that a test can hold, fail and kill: it answers `weight * x`, and does what a row's first number asks."""
 
 import os
 import signal

@@ -208,5 +208,5 @@ class AnyOrder(RuleBasedStateMachine):
         assert places == Counter(self.taken)
 
 
-AnyOrder.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+AnyOrder.TestCase.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
 TestAnyOrder = AnyOrder.TestCase

@@ -198,7 +198,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 @given(st.lists(values, min_size=1, max_size=3))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_every_value_arrives_as_it_is(several: list[Any]) -> None:
     here = SharedValues.create()
     there = SharedValues(os.dup(here.descriptor))

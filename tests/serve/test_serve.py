@@ -5,8 +5,10 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import shutil
 import signal
 import socket
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -127,6 +129,19 @@ def test_people_send_lists_files_and_images(served: Served, tmp_path: Path) -> N
 
 def test_the_process_that_speaks_http_has_no_torch(served: Served) -> None:
     assert "libtorch" not in Path(f"/proc/{served.told['process']}/maps").read_text()
+
+
+def test_the_page_works_in_a_browser(served: Served, tmp_path: Path) -> None:
+    if (browser := shutil.which("chromium")) is None:
+        pytest.skip("there is no chromium here")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+    flags += ["--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path}"]
+    command = [browser, *flags, "--virtual-time-budget=8000", "--dump-dom", f"{served.told['address']}/#example"]
+    page = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, check=False).stdout
+    assert '<h1 id="name">model</h1>' in page
+    assert page.count('class="bar') == 4, page  # one for each number of `scaled`
+    assert "process " in page
+    assert "version " in page
 
 
 # ── under load ───────────────────────────────────────────────────────────────────────────────────────────────

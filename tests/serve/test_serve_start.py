@@ -95,16 +95,35 @@ def test_a_flag_that_is_wrong_is_refused_before_anything_starts(
 def test_what_the_script_and_the_checkpoint_lack_is_said_in_a_sentence(folder: Path) -> None:
     ended = "empty.py ended and no model was found: let it call trainer.step, or define make_model()"
     assert refused(folder, "model.safetensors", "--script", "empty.py", "--port", "0") == ended
-    failed = "failing.py failed before its model was found: OSError: no data here"
-    assert refused(folder, "model.safetensors", "--script", "failing.py", "--port", "0") == failed
-    wrong = "wrong.py: make_model() returned a int, let it return the nn.Module"
-    assert refused(folder, "model.safetensors", "--script", "wrong.py", "--port", "0") == wrong
     unlike = "other.safetensors has no tensor 'weight', unlike the model: give the model it is of"
     assert refused(folder, "other.safetensors", "--script", str(SCRIPT), "--port", "0") == unlike
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         said = refused(folder, "model.safetensors", "--script", str(SCRIPT), "--port", str(port))
         assert said == f"port is {port}: it is in use on 127.0.0.1, give another, or 0 for any that is free"
+
+
+@pytest.mark.parametrize(
+    ("script", "sentence"),
+    [
+        ("failing.py", "failing.py failed before its model was found: OSError: no data here"),
+        ("wrong.py", "wrong.py: make_model() returned a int, let it return the nn.Module"),
+        ("token", "token is no Python file|token failed before its model was found: NameError"),
+    ],
+)
+def test_a_script_without_a_model_is_told_from_one_that_fails(
+    folder: Path, script: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paceline.errors import LaunchError
+    from paceline.serve.script_model import find_model
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PACELINE_PLACE", "")
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    with pytest.raises(LaunchError, match=sentence.replace("(", r"\(").replace(")", r"\)")):
+        find_model(script, [], with_call=True)
 
 
 def certificate(folder: Path) -> tuple[Path, Path]:
