@@ -39,6 +39,7 @@ SUITE = (
     "wavefront",
     "stages",
     "predict",
+    "serving",
     "tiles",
     "published",
     "trials",

@@ -79,6 +79,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     started_by: Literal["paceline run", "torchrun", "python", "reference"] = "paceline run"
     dims: dict[str, str] = {}  # names of parameters' dims, as the script gives them
     dims_to: str | None = None  # write down what dims the model has, in this file, and end (`paceline dims`)
+    serving: Literal["trainer", "batch"] | None = None  # hand the model over there, instead of training it (`serve`)
     profiling: ProfileRequest | None = None  # measure the first step instead of making it, and end (`paceline plan`)
 
     @property

@@ -26,6 +26,7 @@ from paceline.data.settings import settle as settle_data
 from paceline.errors import DataError, ModelError, PacelineError, StrategyError
 from paceline.loop.engine import ServersControl
 from paceline.loop.evaluation import Evaluation, Metric
+from paceline.loop.model_found import ModelFound
 from paceline.loop.passes import Passes
 from paceline.loop.telling import check_name, check_values
 from paceline.loop.training_loop import Training, TrainingLoop
@@ -76,6 +77,8 @@ class Trainer:
         self.model = model
         self.optimizer = optimizer
         self._place = msgspec.structs.replace(settle(find_place(), strategy), dims=dict(dims or {}))
+        if self._place.serving == "trainer":
+            raise ModelFound(model, self._place.dims, None)
         precision = self._precision = open_precision(
             self._place.recording, is_reference=self._place.started_by == "reference"
         )

@@ -118,7 +118,7 @@ def read(path: str | os.PathLike[str], *, fall_back: bool = False) -> Checkpoint
 def read_model(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     """The model's own tensors alone: of a save, verified, its training file need not be there; or of any safetensors
     file."""
-    return _while_saved(Path(os.path.realpath(path)), _load_model)
+    return _while_saved(Path(path), _load_model)
 
 
 def _commit(path: Path, model: Tensors, training: Tensors, notes: dict[str, Any], keep: int) -> None:

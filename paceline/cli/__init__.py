@@ -31,6 +31,7 @@ SUBCOMMANDS = {
     "verify": "compare the numbers of a strategy with those of one process",
     "compare": "train to a target in several ways, with repeats and spread",
     "tune": "train with many hyperparameters, several at a time, and keep the best",
+    "serve": "answer requests with a trained model, over HTTP",
     "dims": "show the named dims of a model, to write a layout with",
     "server": "run one server that keeps parameters for long",
     "container": "list, show, save, drop and copy what servers keep",

@@ -36,6 +36,7 @@ from paceline.loop import run_state
 from paceline.loop.batch import DrawnBatch, ReplicaBatch
 from paceline.loop.engine import Chapter, Engine, Samples
 from paceline.loop.evaluation import Evaluation, batch_loader, evaluation_of
+from paceline.loop.model_found import ModelFound, found_call
 from paceline.loop.passes import Passes
 from paceline.loop.recorder import open_recorder
 from paceline.loop.returned_loss import read_loss
@@ -194,6 +195,8 @@ class TrainingLoop:
         """A model is cut when it is known what will be computed."""
         if not self._model.training:
             self._model.train()
+        if self._place.serving is not None:
+            raise ModelFound(self._model, self._place.dims, found_call(self._passes.loss, self._model, batch))
         if self._place.dims_to is not None:
             tell_dims(self._passes.loss, self._model, batch, self._place.dims, Path(self._place.dims_to))
             raise SystemExit(0)
@@ -318,6 +321,8 @@ class TrainingLoop:
         checkpoint.write(path, model, tensors, msgspec.to_builtins(state), keep=keep)
 
     def resume(self, path: str | os.PathLike[str], fall_back: bool) -> bool:
+        if self._place.serving is not None:
+            return False  # training need not be over before there is a first batch
         if self.engine.joining:
             return True  # takes over the state of the living instead
         if self._position.ledger is not None:

@@ -1,0 +1,228 @@
+"""Which requests go together, to which process, and which are refused: all decisions of serving, and nothing else.
+
+    arrive ─▶ waiting ──dispatch──▶ running on a process ──▶ answered
+       │         │                      │
+       │         ├─ leave (client gone) ├─ failed together: waits again, alone
+       │         └─ expire              └─ its process died: waits again, at most `MOST_TRIES` times
+       └─ refused at once: no room, or its deadline cannot be met
+
+A request that finds a free process goes at once: nobody waits for a batch to fill. Those that find all processes busy
+are put together for the next one that is free, as many as `most_rows` allows, if they are of the same shape. So batches
+grow with the load, and only with it.
+
+There is no clock, socket, process or tensor in here: times are told, processes are names, requests are values.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from paceline.serve.service_time import ServiceTime
+
+MOST_TRIES = 2  # of a request whose process died
+MOST_SHAPES = 64  # whose service times are kept
+
+
+@dataclass
+class Asked:
+    """A request: what decides with which others it goes, and until when it must be answered."""
+
+    number: int
+    shape: Hashable  # those with the same go together
+    rows: int  # that its tensors have; 0: they have no first dim in common, and it always goes alone
+    deadline: float
+    version: int | None = None  # that must answer it; None: the newest
+    alone: bool = False  # it failed together with others
+    tries: int = 0  # processes that have died over it
+
+    @property
+    def joins(self) -> bool:
+        """Returns whether it may go together with others."""
+        return self.rows > 0 and not self.alone
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a request is not taken, and when it may be worth asking again."""
+
+    why: str
+    retry_after_s: float
+
+
+@dataclass
+class _ProcessState:
+    version: int
+    running: list[Asked] = field(default_factory=list)
+    since: float = 0.0
+
+
+class RequestQueue:
+    """The requests of one model, and the processes that answer them."""
+
+    def __init__(self, most_rows: int, most_waiting: int) -> None:
+        self.most_rows, self.most_waiting = most_rows, most_waiting
+        self.version = 0  # that answers requests which name none
+        self.waiting: OrderedDict[int, Asked] = OrderedDict()
+        self._processes: dict[str, _ProcessState] = {}
+        self._times: OrderedDict[Hashable, ServiceTime] = OrderedDict()
+
+    # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def arrive(self, asked: Asked, now: float) -> Refusal | None:
+        """Takes a request, and returns None; or why not."""
+        predicted = self.predicted_s(asked, now)
+        if len(self.waiting) >= self.most_waiting and not self._free(asked):
+            return Refusal(f"{len(self.waiting)} requests are waiting, and there is no room for more", predicted)
+        left = asked.deadline - now
+        if predicted > left:
+            return Refusal(
+                f"its answer would take about {predicted:.3g} s and its deadline is in {max(0.0, left):.3g} s",
+                predicted - left,
+            )
+        self.waiting[asked.number] = asked
+        return None
+
+    def leave(self, number: int) -> bool:
+        """Forgets a request that nobody waits for any more, and returns whether it was still waiting."""
+        return self.waiting.pop(number, None) is not None
+
+    def expire(self, now: float) -> list[Asked]:
+        """Returns the waiting requests whose deadline has passed, and forgets them."""
+        late = [asked for asked in self.waiting.values() if asked.deadline <= now]
+        for asked in late:
+            del self.waiting[asked.number]
+        return late
+
+    def predicted_s(self, asked: Asked, now: float) -> float:
+        """Returns after how many seconds this request would be answered, as far as can be told."""
+        own = self._time(asked.shape).of(max(1, asked.rows))
+        states = [state for state in self._processes.values() if self._may(state, asked)]
+        if not states or any(not state.running for state in states):
+            return own
+        soonest = min(max(0.0, state.since + self._taking(state.running) - now) for state in states)
+        rows: dict[Hashable, int] = {}
+        ahead, ahead_s = 0, 0.0
+        for other in self.waiting.values():
+            if not other.joins:
+                ahead, ahead_s = ahead + 1, ahead_s + self._time(other.shape).of(max(1, other.rows))
+            else:
+                rows[other.shape] = rows.get(other.shape, 0) + other.rows
+        for shape, count in rows.items():
+            full = -(-count // self.most_rows)
+            if asked.joins and shape == asked.shape and count % self.most_rows:
+                full -= 1  # the last of them is the one that it joins
+            ahead, ahead_s = ahead + full, ahead_s + full * self._time(shape).of(min(count, self.most_rows))
+        joined = min(self.most_rows, rows.get(asked.shape, 0) % self.most_rows + asked.rows) if asked.joins else 1
+        return soonest + ahead_s / len(states) + max(own, self._time(asked.shape).of(joined))
+
+    # ── processes ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def add_process(self, name: str, version: int) -> None:
+        """A process of this version is ready to be asked."""
+        self._processes[name] = _ProcessState(version)
+
+    def remove_process(self, name: str) -> list[Asked]:
+        """A process is no more. What it was at waits again, in front; returns those that have had enough tries."""
+        state = self._processes.pop(name, None)
+        given_up = []
+        for asked in reversed(state.running if state is not None else []):
+            asked.tries += 1
+            if asked.tries < MOST_TRIES:
+                self._put_back(asked)
+            else:
+                given_up.append(asked)
+        return given_up[::-1]
+
+    def dispatch(self, now: float) -> list[tuple[str, list[Asked]]]:
+        """Returns who is to be asked what now. Afterwards no process is free that could answer something waiting."""
+        found = []
+        for name, state in self._processes.items():
+            if not state.running and (batch := self._next_batch(state)):
+                state.running, state.since = batch, now
+                found.append((name, batch))
+        return found
+
+    def answered(self, name: str, now: float) -> list[Asked]:
+        """A process has answered: returns what it was asked, and takes note of how long that took."""
+        state = self._processes[name]
+        batch, state.running = state.running, []
+        self._time(batch[0].shape).measured(max(1, sum(asked.rows for asked in batch)), now - state.since)
+        return batch
+
+    def failed(self, name: str) -> list[Asked]:
+        """The model has failed in what a process was asked. Returns the request that it lies with; of several, each
+        waits again, alone, and none is returned."""
+        state = self._processes[name]
+        batch, state.running = state.running, []
+        if len(batch) == 1:
+            return batch
+        self.put_back(batch)
+        return []
+
+    def put_back(self, batch: list[Asked]) -> None:
+        """Has an answered batch wait again, each request alone: its answer cannot be divided among them."""
+        for asked in reversed(batch):
+            asked.alone = True
+            self._put_back(asked)
+
+    def retired(self) -> list[str]:
+        """Returns processes of versions before the newest that nobody needs any more."""
+        needed = {asked.version for asked in self.waiting.values()}
+        return [
+            name
+            for name, state in self._processes.items()
+            if state.version != self.version and not state.running and state.version not in needed
+        ]
+
+    @property
+    def running(self) -> dict[str, list[Asked]]:
+        """Returns what each process is at."""
+        return {name: list(state.running) for name, state in self._processes.items()}
+
+    @property
+    def versions(self) -> set[int]:
+        """Returns the versions that there are processes of."""
+        return {state.version for state in self._processes.values()}
+
+    # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _next_batch(self, state: _ProcessState) -> list[Asked]:
+        batch: list[Asked] = []
+        rows = 0
+        for asked in self.waiting.values():
+            if not self._may(state, asked):
+                continue
+            if not batch:
+                batch, rows = [asked], asked.rows
+                if not asked.joins:
+                    break
+            elif asked.joins and asked.shape == batch[0].shape and rows + asked.rows <= self.most_rows:
+                batch.append(asked)
+                rows += asked.rows
+            if rows >= self.most_rows:
+                break
+        for asked in batch:
+            del self.waiting[asked.number]
+        return batch
+
+    def _may(self, state: _ProcessState, asked: Asked) -> bool:
+        return state.version == (self.version if asked.version is None else asked.version)
+
+    def _free(self, asked: Asked) -> bool:
+        return any(not state.running and self._may(state, asked) for state in self._processes.values())
+
+    def _put_back(self, asked: Asked) -> None:
+        self.waiting[asked.number] = asked
+        self.waiting.move_to_end(asked.number, last=False)
+
+    def _taking(self, batch: list[Asked]) -> float:
+        return self._time(batch[0].shape).of(max(1, sum(asked.rows for asked in batch)))
+
+    def _time(self, shape: Hashable) -> ServiceTime:
+        time = self._times.setdefault(shape, ServiceTime())
+        self._times.move_to_end(shape)
+        if len(self._times) > MOST_SHAPES:
+            self._times.popitem(last=False)
+        return time

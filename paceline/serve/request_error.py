@@ -1,0 +1,26 @@
+"""Why a request got no answer, with the status that says so in HTTP: 4xx lies with the request, 5xx with the server."""
+
+from __future__ import annotations
+
+from paceline.errors import PacelineError
+
+BAD, UNAUTHORIZED, UNKNOWN, TOO_LARGE, NOT_COMPUTED, REFUSED = 400, 401, 404, 413, 422, 429
+UNAVAILABLE, TOO_LATE = 503, 504
+
+
+class RequestError(PacelineError):
+    """One sentence for whoever has asked."""
+
+    def __init__(self, status: int, sentence: str, retry_after_s: float | None = None) -> None:
+        super().__init__(sentence)
+        self.status, self.retry_after_s = status, retry_after_s
+
+
+def bad(field: str, value: object, expected: str) -> RequestError:
+    """Returns the error of a field that is wrong.
+
+    >>> str(bad("shape of x", [2, -1], "give sizes from 0 up"))
+    'shape of x is [2, -1]: give sizes from 0 up'
+    """
+    shown = repr(value)
+    return RequestError(BAD, f"{field} is {shown if len(shown) <= 80 else shown[:77] + '…'}: {expected}")

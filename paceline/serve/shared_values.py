@@ -1,0 +1,187 @@
+"""Values in memory that two processes share: requests to the process of a model, and its answers.
+
+    ┌───────────────┬─────────────────────────────────────┬───────────────┬───────────────┬──
+    │ 8 bytes: n    │ n bytes of msgpack: what the value  │ first tensor  │ second tensor │ …
+    │               │ is made of, and where tensors lie   │ (64-aligned)  │ (64-aligned)  │
+    └───────────────┴─────────────────────────────────────┴───────────────┴───────────────┴──
+
+The kinds are fixed and there is no pickle. A tensor is torch's or NumPy's on either side: whoever only passes requests
+on, as an HTTP server does, need not import torch. Who writes makes the memory larger where it has to be; who reads
+copies out, so that the next value may be written at once. When there is something to read is said elsewhere.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from paceline.errors import PacelineError
+from paceline.memory import segment
+
+FIRST_BYTES = 1 << 16  # of such memory, when it is made
+_ALIGN = 64
+_LENGTH = struct.Struct("=Q")
+_PLAIN = (type(None), bool, int, float, str)
+
+
+class NotSharable(PacelineError):
+    """A value has something in it that cannot go to another process; the text says what."""
+
+
+@dataclass(frozen=True)
+class StackedRows:
+    """Arrays that arrive as one, below each other: of the same type, and of the same shape but for the first dim."""
+
+    parts: Sequence[np.ndarray]
+
+
+class SharedValues:
+    """One value at a time, in memory behind a descriptor that both processes have."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Takes over the descriptor of a segment."""
+        self.descriptor = descriptor
+        self._memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+
+    @classmethod
+    def create(cls) -> SharedValues:
+        """Makes new memory."""
+        return cls(segment.make("values", FIRST_BYTES))
+
+    def write(self, value: Any) -> int:
+        """Writes a value in the place of the one before, and returns how many bytes it has."""
+        arrays: list[StackedRows] = []
+        offsets = [0]
+        try:
+            description = msgspec.msgpack.encode(_described(value, arrays, offsets))
+        except OverflowError:
+            raise NotSharable("a number of more than 64 bits") from None
+        start = _aligned(_LENGTH.size + len(description))
+        size = start + offsets[-1]
+        if size > len(self._memory):
+            os.ftruncate(self.descriptor, max(size, 2 * len(self._memory)))
+            self._map()
+        _LENGTH.pack_into(self._memory, 0, len(description))
+        self._memory[_LENGTH.size : _LENGTH.size + len(description)] = description
+        for rows, offset in zip(arrays, offsets, strict=False):
+            at = start + offset
+            for part in rows.parts:
+                if part.size:
+                    room = np.frombuffer(self._memory, part.dtype, part.size, at).reshape(part.shape)
+                    np.copyto(room, part)
+                at += part.nbytes
+        return size
+
+    def read(self, size: int, *, torch_tensors: bool) -> Any:
+        """Returns a copy of the value that was written, of so many bytes; its tensors are torch's or NumPy's."""
+        if size > len(self._memory):
+            self._map()
+        (length,) = _LENGTH.unpack_from(self._memory, 0)
+        described = msgspec.msgpack.decode(self._memory[_LENGTH.size : _LENGTH.size + length])
+        start = _aligned(_LENGTH.size + length)
+        return _restored(described, self._memory, start, torch_tensors)
+
+    def close(self) -> None:
+        """Gives the descriptor back."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def _map(self) -> None:
+        self._memory = mmap.mmap(self.descriptor, os.fstat(self.descriptor).st_size)
+
+
+def _described(value: Any, arrays: list[StackedRows], offsets: list[int]) -> Any:
+    """Returns what a value is made of; its tensors, and where each begins, are put into the lists."""
+
+    def each(values: Any) -> list[Any]:
+        return [_described(entry, arrays, offsets) for entry in values]
+
+    def array(rows: StackedRows, dtype: str, shape: list[int]) -> list[Any]:
+        arrays.append(rows)
+        offset = offsets[-1]
+        offsets.append(_aligned(offset + sum(part.nbytes for part in rows.parts)))
+        return ["tensor", dtype, shape, offset]
+
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, np.ndarray):
+        value = StackedRows([value])
+    if isinstance(value, StackedRows):
+        first = value.parts[0]
+        if first.dtype.kind not in "biufc":
+            raise NotSharable(f"an array of {first.dtype}")
+        length = [sum(len(part) for part in value.parts)] if first.ndim else []
+        return array(value, first.dtype.name, [*length, *first.shape[1:]])
+    if "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor):
+        seen, dtype = _as_numpy(value)
+        return array(StackedRows([seen]), dtype, list(value.shape))
+    if isinstance(value, dict):
+        return ["dict", [each(item) for item in value.items()]]
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return _described(value._asdict(), arrays, offsets)
+    if isinstance(value, list | tuple):
+        return ["list" if isinstance(value, list) else "tuple", each(value)]
+    raise NotSharable(f"a {type(value).__name__}")
+
+
+def _as_numpy(tensor: Any) -> tuple[np.ndarray, str]:
+    """Returns a torch tensor's elements as NumPy sees them, and its type's name. bfloat16 is seen as int16."""
+    torch = sys.modules["torch"]
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise NotSharable("a sparse or quantized tensor")
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
+    name = str(tensor.dtype).removeprefix("torch.")
+    try:
+        return (plain.view(torch.int16) if name == "bfloat16" else plain).numpy(), name
+    except TypeError:
+        raise NotSharable(f"a tensor of {name}") from None
+
+
+def _restored(entry: Any, memory: mmap.mmap, start: int, torch_tensors: bool) -> Any:
+    if not isinstance(entry, list):
+        return entry
+    kind, *content = entry
+    if kind == "tensor":
+        dtype, shape, offset = content
+        return (_torch_tensor if torch_tensors else _numpy_array)(memory, dtype, shape, start + offset)
+
+    def each(entries: list[Any]) -> list[Any]:
+        return [_restored(one, memory, start, torch_tensors) for one in entries]
+
+    if kind == "dict":
+        return dict(each(item) for item in content[0])
+    values = each(content[0])
+    return values if kind == "list" else tuple(values)
+
+
+def _numpy_array(memory: mmap.mmap, dtype: str, shape: list[int], at: int) -> np.ndarray:
+    count = int(np.prod(shape, dtype=np.int64))
+    if dtype == "bfloat16":  # the upper half of a float32, which NumPy has
+        halves = np.frombuffer(memory, np.uint16, count, at) if count else np.empty(0, np.uint16)
+        return (halves.astype(np.uint32) << 16).view(np.float32).reshape(shape)
+    if not count:
+        return np.empty(shape, dtype)
+    return np.frombuffer(memory, dtype, count, at).reshape(shape).copy()
+
+
+def _torch_tensor(memory: mmap.mmap, dtype: str, shape: list[int], at: int) -> Any:
+    import torch
+
+    kind = getattr(torch, dtype)
+    count = int(np.prod(shape, dtype=np.int64))
+    if not count:
+        return torch.empty(shape, dtype=kind)
+    return torch.frombuffer(memory, dtype=kind, count=count, offset=at).view(shape).clone()
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
