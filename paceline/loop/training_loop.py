@@ -16,6 +16,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -47,6 +48,7 @@ from paceline.optim.models import evaluating
 from paceline.run_place import INTERRUPTED, Place
 from paceline.split.cut import call_model, first_call
 from paceline.split.layout.show import tell_dims
+from paceline.stoppable_calls import around
 from paceline.verify.precision import AsItIs
 
 
@@ -280,13 +282,16 @@ class TrainingLoop:
             self._tell_of_servers()
         return value
 
-    def predict_alone(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns what this method of the whole model answers, to this process alone."""
+    def predict_alone(
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], stopping: AbstractContextManager[Any]
+    ) -> Any:
+        """Returns what this method of the whole model answers, to this process alone; inside `stopping`."""
         self._join_if_restarted()
         self.engine.rest()
         args, kwargs = self._precision.convert((args, kwargs))
         with self.engine.whole_model() as model, evaluating(model), torch.no_grad(), self._precision.watching():
-            answer = getattr(model, method)(*args, **kwargs)
+            with around(model, stopping):
+                answer = getattr(model, method)(*args, **kwargs)
         self._recorder.predicted(answer)
         return answer
 
