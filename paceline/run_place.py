@@ -56,6 +56,12 @@ def check_container(name: str) -> str:
     return name
 
 
+class EvaluationWanted(msgspec.Struct, frozen=True):
+    """What `paceline ensemble` asks of a script: to go as far as a named evaluation, without training, and stop there."""
+
+    name: str | None = None  # None: the first that has one
+
+
 class Place(msgspec.Struct, frozen=True, kw_only=True):
     """Which of the run's processes this is: a replica, or one device of a replica that is cut over several."""
 
@@ -80,6 +86,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     dims: dict[str, str] = {}  # names of parameters' dims, as the script gives them
     dims_to: str | None = None  # write down what dims the model has, in this file, and end (`paceline dims`)
     profiling: ProfileRequest | None = None  # measure the first step instead of making it, and end (`paceline plan`)
+    reaching: EvaluationWanted | None = None  # train nothing, and end where this is evaluated (`paceline ensemble`)
 
     @property
     def rank(self) -> int:

@@ -30,6 +30,7 @@ from paceline.errors import DataError, ModelError, PacelineError, StrategyError
 from paceline.loop.engine import ServersControl
 from paceline.loop.evaluation import Evaluation, Metric
 from paceline.loop.passes import Passes
+from paceline.loop.reached import EvaluationReached
 from paceline.loop.telling import check_name, check_values
 from paceline.loop.training_loop import Training, TrainingLoop
 from paceline.opening import open_engine
@@ -78,6 +79,7 @@ class Trainer:
             )
         self.model = model
         self.optimizer = optimizer
+        self._loss = loss
         self._place = msgspec.structs.replace(settle(find_place(), strategy), dims=dict(dims or {}))
         precision = self._precision = open_precision(
             self._place.recording, is_reference=self._place.started_by == "reference"
@@ -246,6 +248,8 @@ class Trainer:
         if asked.drop_last:
             raise DataError("drop_last of the DataLoader", True, "evaluate counts every sample, leave it out")
         at_once = 256 if asked.batch_size is None else asked.batch_size
+        if (wanted := self._place.reaching) is not None and name is not None and wanted.name in (None, name):
+            raise EvaluationReached(self.model, self._loss, metric, asked, at_once, name)
         with self._open_feed(asked) as feed:
             evaluation = self._evaluation(feed, metric, at_once)
             self._loop.engine.rest()

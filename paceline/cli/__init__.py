@@ -30,6 +30,7 @@ SUBCOMMANDS = {
     "calibrate": "measure this machine once, for plans",
     "verify": "compare the numbers of a strategy with those of one process",
     "compare": "train to a target in several ways, with repeats and spread",
+    "ensemble": "measure trained models together, beside each alone",
     "dims": "show the named dims of a model, to write a layout with",
     "server": "run one server that keeps parameters for long",
     "container": "list, show, save, drop and copy what servers keep",

@@ -25,7 +25,7 @@ from paceline.net.secure import Keys, is_loopback, read_token
 
 MOST_DEVICES_A_CORE = 4
 REPLICA_BYTES = 180 << 20  # a process that has imported torch, before it has a model
-_BESIDE_A_CHECKPOINT = re.compile(r"\.(previous(-\d+)?|(step-\d+-)?[0-9a-f]{8}\.training)\.safetensors$")
+BESIDE_A_CHECKPOINT = re.compile(r"\.(previous(-\d+)?|(step-\d+-)?[0-9a-f]{8}\.training)\.safetensors$")
 
 
 def check_script(script: str, *, module: bool = False) -> None:
@@ -77,7 +77,7 @@ def _check_save(given: str) -> None:
         raise InvalidInput("save-on-stop", given, "this is a folder, give the name of a file in it")
     if path.suffix != ".safetensors":
         raise InvalidInput("save-on-stop", _short(given), "give a file name that ends in .safetensors")
-    if _BESIDE_A_CHECKPOINT.search(path.name):
+    if BESIDE_A_CHECKPOINT.search(path.name):
         raise InvalidInput("save-on-stop", given, "give another name, this one is for files beside a checkpoint")
     if not os.path.isdir(folder):
         raise InvalidInput("save-on-stop", _short(given), "its folder does not exist, make it first")

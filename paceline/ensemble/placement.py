@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,14 +34,12 @@ def place_members(devices: Sequence[Any] | None, members: int) -> list[MemberDev
 
 
 def _place(given: Any, share: tuple[int, ...], cores: Sequence[int]) -> MemberDevice:
+    if core := re.fullmatch(r"cpu:(\d{1,6})", str(given)):  # torch would take the number of a large one for another's
+        if int(core[1]) not in cores:
+            raise InvalidInput("devices", given, f"the cores of this process are {', '.join(map(str, sorted(cores)))}")
+        return MemberDevice((int(core[1]),))
     try:
         device = torch.device(given)
     except (RuntimeError, TypeError) as error:
         raise InvalidInput("devices", given, "give devices such as 'cpu:1' (a core) or 'cuda:0'") from error
-    if device.type != "cpu":
-        return MemberDevice(share, device)
-    if device.index is None:
-        return MemberDevice(share)
-    if device.index not in cores:
-        raise InvalidInput("devices", given, f"the cores of this process are {', '.join(map(str, sorted(cores)))}")
-    return MemberDevice((device.index,))
+    return MemberDevice(share, None if device.type == "cpu" else device)

@@ -101,6 +101,8 @@ class TrainingLoop:
     # ── training ─────────────────────────────────────────────────────────────────────────────────────────
 
     def batches(self, feed: Feed, asked: Ledger, epochs: int, prefetch: int) -> Iterator[Any]:
+        if self._place.reaching is not None:
+            return
         self._join_if_restarted()
         self._agree(feed, asked, epochs)
         turned = self._position.turn_to(asked, epochs)
@@ -308,6 +310,8 @@ class TrainingLoop:
     # ── saving and resuming ──────────────────────────────────────────────────────────────────────────────
 
     def save(self, path: str | os.PathLike[str], keep: int = 2) -> None:
+        if self._place.reaching is not None:
+            return
         self._join_if_restarted()
         self._clock.pause()
         self._saves += 1
@@ -327,7 +331,7 @@ class TrainingLoop:
             return True  # takes over the state of the living instead
         if self._position.ledger is not None:
             raise PacelineError(f"trainer.resume({os.fspath(path)!r}) comes too late: call it before trainer.batches")
-        if not Path(path).exists():
+        if self._place.reaching is not None or not Path(path).exists():
             return False
         saved = checkpoint.read(path, fall_back=fall_back)
         state = run_state.read_state(saved)

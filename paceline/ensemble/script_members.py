@@ -1,0 +1,147 @@
+"""The members of an ensemble and their validation set, out of a training script.
+
+`python -m paceline.ensemble.script_members REQUEST RESULT` runs the script, in one process, as far as its evaluation, and
+once for each list of arguments that members were trained with, since another width is another model. Nothing is
+trained. Then the ensemble is judged, and the result written into a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from paceline.errors import CheckpointError, DataError, InvalidInput, LaunchError, ModelError, PacelineError
+
+NAMES = ("logits", "probabilities", "values", "labels")
+
+
+class MemberFile(msgspec.Struct, frozen=True):
+    """A checkpoint, and the script's arguments that its model is made with."""
+
+    path: str
+    name: str
+    arguments: list[str]
+
+
+class JudgeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be judged, and how."""
+
+    script: str
+    module: bool = False
+    members: list[MemberFile]
+    metric: str | None = None
+    maximize: bool = True
+    combine: str = "mean"
+    outputs: Literal["logits", "probabilities", "values", "labels"] | None = None
+    class_dim: int | None = None
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """A sentence about what is wrong, in the place of a result."""
+
+    refused: str
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Judges, and writes the result, or a sentence about what is wrong."""
+    request_path, result_path = arguments
+    request = msgspec.json.decode(Path(request_path).read_bytes(), type=JudgeRequest)
+    from paceline.launch.quick_start import load_compiler_late
+    from paceline.launch.resting_collector import rest_while_loading
+
+    load_compiler_late()
+    rest_while_loading()
+    try:
+        found: msgspec.Struct = _judged(request)
+    except PacelineError as error:
+        found = Refusal(str(error))
+    except Exception:
+        traceback.print_exc()
+        return 1
+    Path(result_path).write_bytes(msgspec.json.encode(found))
+    return 0
+
+
+def _judged(request: JudgeRequest) -> msgspec.Struct:
+    from torch import nn
+
+    from paceline.data import Ledger, open_feed
+    from paceline.ensemble.judging import Judge, ValidationSet
+    from paceline.loop.reached import EvaluationReached
+    from paceline.serve.predictor import load
+
+    reached: dict[tuple[str, ...], EvaluationReached] = {}
+    models: dict[str, nn.Module] = {}
+    described: dict[str, str] = {}  # the validation set, by member
+    for member in request.members:
+        key = tuple(member.arguments)
+        if key not in reached:
+            reached[key] = _run_to_evaluation(request, member)
+        try:
+            model = copy.deepcopy(reached[key].model)
+        except Exception as error:
+            expected = f"it cannot be copied for each member ({error}), let copy.deepcopy work"
+            raise ModelError("model", type(reached[key].model).__name__, expected) from error
+        try:
+            load(member.path, model)
+        except CheckpointError as error:
+            made = " ".join(member.arguments) or "no arguments"
+            raise CheckpointError(f"{error} (made with {made}; {Path(member.path).stem}.json beside it may say others)")
+        models[member.name] = model
+    feeds = contextlib.ExitStack()
+    with feeds:
+        for member in request.members:
+            data = reached[tuple(member.arguments)].data
+            feed = open_feed(data.dataset, data.collate, data.workers or 0, begin_worker=data.begin_worker)
+            described[member.name] = f"{feed.length} samples of {feed.description()}"
+            if described[member.name] != described[request.members[0].name]:
+                expected = "that of the first member is another, give all the same validation set"
+                raise DataError(f"validation set of {member.name}", described[member.name], expected)
+        feeds.enter_context(feed)
+        if not feed.length:
+            raise DataError("validation set", described[member.name], "evaluate on one that has samples")
+        end = reached[tuple(request.members[-1].arguments)]
+        ledger = Ledger(feed.length, end.at_once, shuffle=False)
+        load_samples = lambda part: feed.load(ledger, 0, part)  # noqa: E731
+        validation = ValidationSet(load_samples, feed.length, end.at_once, end.metric, end.loss, end.name)
+        judge = Judge(models, validation, request.metric)
+        return judge.judge(request.combine, request.outputs, request.class_dim, maximize=request.maximize)
+
+
+def _run_to_evaluation(request: JudgeRequest, member: MemberFile):  # type: ignore[no-untyped-def]
+    """Runs the script with a member's arguments, and returns what it has in hand at its evaluation."""
+    from paceline.launch.script import run_script
+    from paceline.loop.reached import EvaluationReached
+    from paceline.run_place import find_place
+
+    kept_arguments, kept_path = sys.argv, list(sys.path)
+    sys.argv = [sys.argv[0], *(["-m"] if request.module else []), request.script, *member.arguments]
+    with_flags = f"{request.script} {' '.join(member.arguments)}".rstrip()
+    try:
+        run_script(find_place())
+    except EvaluationReached as reached:
+        return reached
+    except SystemExit as end:
+        if end.code:
+            raise LaunchError(f"{with_flags} ended with exit code {end.code} before it evaluated anything") from None
+    finally:
+        sys.argv, sys.path[:] = kept_arguments, kept_path
+    wanted = "a name" if request.metric is None else f"name={request.metric!r}"
+    raise InvalidInput(
+        "metric", request.metric, f"{with_flags} ended and called no trainer.evaluate with {wanted}, give it one"
+    )
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # scripts that were cut off in the middle may have left threads behind
