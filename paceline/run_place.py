@@ -57,7 +57,7 @@ def check_container(name: str) -> str:
 
 
 class EvaluationWanted(msgspec.Struct, frozen=True):
-    """What `paceline ensemble` asks of a script: to go as far as a named evaluation, without training, and stop there."""
+    """What `paceline ensemble` asks of a script: to go to a named evaluation without training, and to end there."""
 
     name: str | None = None  # None: the first that has one
 

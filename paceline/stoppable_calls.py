@@ -130,7 +130,7 @@ class StopBetweenOperators(TorchFunctionMode):  # type: ignore[misc, unused-igno
     def __enter__(self) -> Any:
         if self._has_left():
             raise CallGivenUp
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._has_left():

@@ -109,6 +109,7 @@ def read_members(paths: list[str], arguments: list[str] | None) -> tuple[list[Me
     for path, name in zip(given, names, strict=True):
         if not Path(path).is_file():
             raise CheckpointError(f"{path} is no file: give safetensors files that trainer.save wrote")
+        _check_header(Path(path))
         sidecar = _sidecar(Path(path).with_suffix(".json"))
         if sidecar.arguments and arguments:
             expected = f"{Path(path).with_suffix('.json')} has others for {name}, give one of both"
@@ -116,6 +117,18 @@ def read_members(paths: list[str], arguments: list[str] | None) -> tuple[list[Me
         members.append(MemberFile(path, name, sidecar.arguments or arguments or []))
         told[name] = sidecar.metrics
     return members, told
+
+
+def _check_header(path: Path) -> None:
+    """Raises of a file that is no safetensors file; what is in it is looked at when it is loaded."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= path.stat().st_size - 8:
+                raise ValueError("its first bytes are no length")
+            json.loads(file.read(length))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is no checkpoint ({error}): give files that trainer.save wrote") from error
 
 
 def _sidecar(path: Path) -> Sidecar:

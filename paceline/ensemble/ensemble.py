@@ -6,8 +6,8 @@
     answer.members    # who is in it
     answer.missing    # who is not, and why
 
-With `where="here"` members are threads of this process, with `where="between"` a process each. The numbers are the same:
-each member computes with one thread of torch, on the cores that are its own.
+With `where="here"` members are threads of this process, with `where="between"` a process each. The numbers are the
+same: each member computes with one thread of torch, on the cores that are its own.
 """
 
 from __future__ import annotations

@@ -184,7 +184,9 @@ class Judge:
             return fit_weights(loss, fitted, kind, class_dim)
         values = [_mean([member.pieces[at] for at in used]) for member in members]
         if min(values) < 0 or (not maximize and min(values) == 0):
-            raise InvalidInput("combine", "weighted", f"a member's {self.told} is {min(values):g}, it needs some above 0")
+            raise InvalidInput(
+                "combine", "weighted", f"a member's {self.told} is {min(values):g}, it needs some above 0"
+            )
         return [value if maximize else 1 / value for value in values] if max(values) > 0 else [1.0] * len(values)
 
     # ── the verdict ──────────────────────────────────────────────────────────────────────────────────────────
@@ -208,9 +210,9 @@ class Judge:
             JudgedMember(name, member.value, compare_pairs(paired(combined), paired(member), maximize=maximize))
             for name, member in zip(self._members, members, strict=True)
         ]
-        for one in (*judged, combined):
-            if not math.isfinite(one.value):
-                raise LossError("metric", one.value, f"{self.told} must be finite to be compared")
+        for value in (*(member.value for member in judged), combined.value):
+            if not math.isfinite(value):
+                raise LossError("metric", value, f"{self.told} must be finite to be compared")
         best = (max if maximize else min)(judged, key=lambda member: member.value)
         return Judgement(
             metric=self.told,
@@ -261,7 +263,9 @@ def find_kind(answer: torch.Tensor, batch: Any) -> tuple[Kind, int]:
     if not answer.is_floating_point():
         return "labels", -1
     targets = [
-        tuple(leaf.shape) for leaf in leaves_in(batch) if isinstance(leaf, torch.Tensor) and not leaf.is_floating_point()
+        tuple(leaf.shape)
+        for leaf in leaves_in(batch)
+        if isinstance(leaf, torch.Tensor) and not leaf.is_floating_point()
     ]
     for dim in (1, answer.dim() - 1):
         if answer.dim() > 1 and answer.shape[dim] > 1 and (*answer.shape[:dim], *answer.shape[dim + 1 :]) in targets:

@@ -39,9 +39,7 @@ class PairedResult(msgspec.Struct, frozen=True):
     worse_on: int
 
 
-def compare_pairs(
-    one: Sequence[SampleMetric], other: Sequence[SampleMetric], *, maximize: bool = True
-) -> PairedResult:
+def compare_pairs(one: Sequence[SampleMetric], other: Sequence[SampleMetric], *, maximize: bool = True) -> PairedResult:
     """Returns whether `one` is better than `other`: the metric of each, sample by sample.
 
     >>> right, wrong = (1.0, 1.0), (0.0, 1.0)

@@ -22,8 +22,8 @@ class MemberDevice:
 
 
 def place_members(devices: Sequence[Any] | None, members: int) -> list[MemberDevice]:
-    """Returns the place of each member. Without `devices` the cores are shared out. `"cpu:1"` is core 1, `"cpu"` a share
-    of them, anything else a device of torch's, such as `"cuda:0"`."""
+    """Returns the place of each member. Without `devices` the cores are shared out. `"cpu:1"` is core 1, `"cpu"` a
+    share of them, anything else a device of torch's, such as `"cuda:0"`."""
     cores = allowed_cores()
     shares = [share_of_cores(member, members, cores) for member in range(members)]
     if devices is None:

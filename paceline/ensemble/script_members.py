@@ -1,7 +1,7 @@
 """The members of an ensemble and their validation set, out of a training script.
 
-`python -m paceline.ensemble.script_members REQUEST RESULT` runs the script, in one process, as far as its evaluation, and
-once for each list of arguments that members were trained with, since another width is another model. Nothing is
+`python -m paceline.ensemble.script_members REQUEST RESULT` runs the script, in one process, as far as its evaluation,
+and once for each list of arguments that members were trained with, since another width is another model. Nothing is
 trained. Then the ensemble is judged, and the result written into a file.
 """
 
@@ -14,11 +14,18 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from paceline.errors import CheckpointError, DataError, InvalidInput, LaunchError, ModelError, PacelineError
+from paceline.launch.quick_start import load_compiler_late
+from paceline.launch.resting_collector import rest_while_loading
+from paceline.launch.script import run_script
+from paceline.run_place import PLACE_VARIABLE, EvaluationWanted, Place, find_place
+
+if TYPE_CHECKING:
+    from paceline.loop.reached import EvaluationReached
 
 NAMES = ("logits", "probabilities", "values", "labels")
 
@@ -54,9 +61,6 @@ def main(arguments: Sequence[str]) -> int:
     """Judges, and writes the result, or a sentence about what is wrong."""
     request_path, result_path = arguments
     request = msgspec.json.decode(Path(request_path).read_bytes(), type=JudgeRequest)
-    from paceline.launch.quick_start import load_compiler_late
-    from paceline.launch.resting_collector import rest_while_loading
-
     load_compiler_late()
     rest_while_loading()
     try:
@@ -75,7 +79,6 @@ def _judged(request: JudgeRequest) -> msgspec.Struct:
 
     from paceline.data import Ledger, open_feed
     from paceline.ensemble.judging import Judge, ValidationSet
-    from paceline.loop.reached import EvaluationReached
     from paceline.serve.predictor import load
 
     reached: dict[tuple[str, ...], EvaluationReached] = {}
@@ -84,7 +87,7 @@ def _judged(request: JudgeRequest) -> msgspec.Struct:
     for member in request.members:
         key = tuple(member.arguments)
         if key not in reached:
-            reached[key] = _run_to_evaluation(request, member)
+            reached[key] = _run_to_evaluation(request, member, find_place())
         try:
             model = copy.deepcopy(reached[key].model)
         except Exception as error:
@@ -94,7 +97,9 @@ def _judged(request: JudgeRequest) -> msgspec.Struct:
             load(member.path, model)
         except CheckpointError as error:
             made = " ".join(member.arguments) or "no arguments"
-            raise CheckpointError(f"{error} (made with {made}; {Path(member.path).stem}.json beside it may say others)")
+            raise CheckpointError(
+                f"{error} (made with {made}; {Path(member.path).stem}.json beside it may say others)"
+            ) from error
         models[member.name] = model
     feeds = contextlib.ExitStack()
     with feeds:
@@ -116,17 +121,16 @@ def _judged(request: JudgeRequest) -> msgspec.Struct:
         return judge.judge(request.combine, request.outputs, request.class_dim, maximize=request.maximize)
 
 
-def _run_to_evaluation(request: JudgeRequest, member: MemberFile):  # type: ignore[no-untyped-def]
+def _run_to_evaluation(request: JudgeRequest, member: MemberFile, place: Place) -> EvaluationReached:
     """Runs the script with a member's arguments, and returns what it has in hand at its evaluation."""
-    from paceline.launch.script import run_script
     from paceline.loop.reached import EvaluationReached
-    from paceline.run_place import find_place
 
+    os.environ[PLACE_VARIABLE] = msgspec.json.encode(place).decode()
     kept_arguments, kept_path = sys.argv, list(sys.path)
     sys.argv = [sys.argv[0], *(["-m"] if request.module else []), request.script, *member.arguments]
     with_flags = f"{request.script} {' '.join(member.arguments)}".rstrip()
     try:
-        run_script(find_place())
+        run_script(place)
     except EvaluationReached as reached:
         return reached
     except SystemExit as end:
@@ -134,10 +138,10 @@ def _run_to_evaluation(request: JudgeRequest, member: MemberFile):  # type: igno
             raise LaunchError(f"{with_flags} ended with exit code {end.code} before it evaluated anything") from None
     finally:
         sys.argv, sys.path[:] = kept_arguments, kept_path
-    wanted = "a name" if request.metric is None else f"name={request.metric!r}"
-    raise InvalidInput(
-        "metric", request.metric, f"{with_flags} ended and called no trainer.evaluate with {wanted}, give it one"
-    )
+    if place.reaching != EvaluationWanted():
+        first = _run_to_evaluation(request, member, msgspec.structs.replace(place, reaching=EvaluationWanted()))
+        raise InvalidInput("metric", request.metric, f"{with_flags} tells none of this name, but {first.name!r}")
+    raise LaunchError(f"{with_flags} ended and evaluated nothing by name: call trainer.evaluate(…, name='accuracy')")
 
 
 if __name__ == "__main__":

@@ -39,9 +39,9 @@ def fit_weights(loss: Metric, answered: Sequence[FittingBatch], kind: Kind, clas
         mean = total / max(over, 1e-30)
         if not mean.requires_grad:
             raise ModelError("loss", "without a gradient", "stacked weights need one that follows from model(…)")
-        mean.backward()
+        mean.backward()  # type: ignore[no-untyped-call]
         return mean
 
     with torch.enable_grad():
-        optimizer.step(closure)
+        optimizer.step(closure)  # type: ignore[no-untyped-call]
     return [float(weight) for weight in weights.detach()]

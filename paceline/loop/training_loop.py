@@ -291,9 +291,14 @@ class TrainingLoop:
         self._join_if_restarted()
         self.engine.rest()
         args, kwargs = self._precision.convert((args, kwargs))
-        with self.engine.whole_model() as model, evaluating(model), torch.no_grad(), self._precision.watching():
-            with around(model, stopping):
-                answer = getattr(model, method)(*args, **kwargs)
+        with (
+            self.engine.whole_model() as model,
+            evaluating(model),
+            torch.no_grad(),
+            self._precision.watching(),
+            around(model, stopping),
+        ):
+            answer = getattr(model, method)(*args, **kwargs)
         self._recorder.predicted(answer)
         return answer
 
