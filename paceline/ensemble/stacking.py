@@ -2,6 +2,9 @@
 
 There is one number a member, and the loss is computed with the combined answers in the place of the model's, so that
 its gradient reaches the weights. Members themselves do not change. What the loss is a mean over is its own business.
+
+Few samples that all are answered rightly would make weights grow without end, as ever surer answers are ever better
+there. So they are held near equal shares, by as much as one more sample would weigh: it matters only if there are few.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from paceline.loop.evaluation import Metric
 from paceline.loop.returned_loss import read_loss
 
 _STEPS = 60
+_HOLD = 0.5  # a normal distribution of width 1 around equal shares
 FittingBatch = tuple[Any, Sequence[Sequence[torch.Tensor]], int]  # a batch, answers by member and call, samples
 
 
@@ -36,7 +40,8 @@ def fit_weights(loss: Metric, answered: Sequence[FittingBatch], kind: Kind, clas
             found = read_loss(loss(model, batch), "while weights are fitted")
             total = total + found.tensor * (samples if found.count is None else 1.0)
             over += samples if found.count is None else found.count
-        mean = total / max(over, 1e-30)
+        held = (weights - 1 / count).square().sum() * _HOLD
+        mean = (total + held) / max(over, 1e-30)
         if not mean.requires_grad:
             raise ModelError("loss", "without a gradient", "stacked weights need one that follows from model(…)")
         mean.backward()  # type: ignore[no-untyped-call]
