@@ -14,7 +14,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import PacelineError
+from paceline.deadlines import deadline
+from paceline.errors import DeadlineExceeded, PacelineError
 from paceline.rules import Async, Sync
 from paceline.split.values import Layout, Stages, Tiles, Wavefront
 from paceline.strategy import Centralized, Mirrored
@@ -22,6 +23,7 @@ from paceline.strategy import Centralized, Mirrored
 if TYPE_CHECKING:
     from paceline.collectives import barrier, broadcast, gather, mean
     from paceline.distributed import distribute, place
+    from paceline.ensemble.ensemble import Ensemble
     from paceline.graph.whole import whole
     from paceline.serve.predictor import load
     from paceline.trainer import Trainer
@@ -31,6 +33,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Async",
     "Centralized",
+    "DeadlineExceeded",
+    "Ensemble",
     "Layout",
     "Mirrored",
     "PacelineError",
@@ -42,6 +46,7 @@ __all__ = [
     "__version__",
     "barrier",
     "broadcast",
+    "deadline",
     "distribute",
     "gather",
     "load",
@@ -52,6 +57,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "Ensemble": "paceline.ensemble.ensemble",
     "Trainer": "paceline.trainer",
     "barrier": "paceline.collectives",
     "broadcast": "paceline.collectives",

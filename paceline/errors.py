@@ -11,7 +11,8 @@
     ├── LaunchError           processes that could not be started or supervised
     ├── SecurityError         keys and tokens: missing, expired, of another CA or role; a stranger at the other end
     ├── ReplicaDied           a death that cannot be survived here, and why
-    └── Stalled               a wait that passed its deadline: who waits for whom
+    ├── Stalled               a wait that passed its deadline: who waits for whom
+    └── DeadlineExceeded      a call that took longer than its caller allows: who was late, and by how much
 
 Each message is one sentence a user can act on. `paceline run` prints the sentence alone for these, and the
 traceback for everything else.
@@ -87,3 +88,18 @@ class ReplicaDied(PacelineError):
 
 class Stalled(PacelineError):
     """A wait passed its deadline."""
+
+
+class DeadlineExceeded(PacelineError):
+    """A call was not done within the time that its caller allows, and was given up: nothing of it is left behind.
+
+    >>> str(DeadlineExceeded("member 'c'", 0.3, 0.0021))
+    "member 'c' was not done within 0.3 s, and was given up 0.002 s later: allow more time, or ask again"
+    """
+
+    def __init__(self, who: str, limit_s: float, late_s: float) -> None:
+        self.who, self.limit_s, self.late_s = who, limit_s, late_s
+        super().__init__(
+            f"{who} was not done within {limit_s:.3g} s, and was given up {late_s:.3f} s later: "
+            "allow more time, or ask again"
+        )

@@ -56,6 +56,12 @@ def check_container(name: str) -> str:
     return name
 
 
+class EvaluationWanted(msgspec.Struct, frozen=True):
+    """What `paceline ensemble` asks of a script: to go to a named evaluation without training, and to end there."""
+
+    name: str | None = None  # None: the first that has one
+
+
 class Place(msgspec.Struct, frozen=True, kw_only=True):
     """Which of the run's processes this is: a replica, or one device of a replica that is cut over several."""
 
@@ -81,6 +87,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     dims_to: str | None = None  # write down what dims the model has, in this file, and end (`paceline dims`)
     serving: Literal["trainer", "batch"] | None = None  # hand the model over there, instead of training it (`serve`)
     profiling: ProfileRequest | None = None  # measure the first step instead of making it, and end (`paceline plan`)
+    reaching: EvaluationWanted | None = None  # train nothing, and end where this is evaluated (`paceline ensemble`)
 
     @property
     def rank(self) -> int:

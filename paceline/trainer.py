@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -23,11 +25,13 @@ from paceline.data import Feed, Ledger, open_feed
 from paceline.data.script_call import describe_function
 from paceline.data.settings import DataSettings
 from paceline.data.settings import settle as settle_data
+from paceline.deadlines import refuse_deadline, shortest
 from paceline.errors import DataError, ModelError, PacelineError, StrategyError
 from paceline.loop.engine import ServersControl
 from paceline.loop.evaluation import Evaluation, Metric
 from paceline.loop.model_found import ModelFound
 from paceline.loop.passes import Passes
+from paceline.loop.reached import EvaluationReached
 from paceline.loop.telling import check_name, check_values
 from paceline.loop.training_loop import Training, TrainingLoop
 from paceline.opening import open_engine
@@ -35,6 +39,7 @@ from paceline.optim.models import evaluating
 from paceline.rules import Rule
 from paceline.run_place import find_place, settle
 from paceline.split.cut import Loss
+from paceline.stoppable_calls import StoppableCalls, around
 from paceline.strategy import Strategy
 from paceline.trial_values import find_trial
 from paceline.verify.precision import open_precision
@@ -76,6 +81,7 @@ class Trainer:
             )
         self.model = model
         self.optimizer = optimizer
+        self._loss = loss
         self._place = msgspec.structs.replace(settle(find_place(), strategy), dims=dict(dims or {}))
         if self._place.serving == "trainer":
             raise ModelFound(model, self._place.dims, None)
@@ -86,6 +92,7 @@ class Trainer:
         passes = Passes(precision.of(loss), accumulate, self._place.slow)
         training = Training(model, optimizer, scheduler, clip_norm, passes, self._place, precision)
         self._loop = TrainingLoop(training, open_engine(training))
+        self._calls = StoppableCalls()  # of the model, beside its training
 
     # ── what a user may ask ──────────────────────────────────────────────────────────────────────────────
 
@@ -214,6 +221,8 @@ class Trainer:
 
     def step(self, batch: Any) -> float:
         """Train on a batch that `batches` yielded. Returns the mean loss over the whole batch."""
+        refuse_deadline("a training step", "leave the deadline out around it; paceline run --longest limits a run")
+        self._calls.settle()
         return self._loop.step(batch)
 
     def evaluate(
@@ -235,25 +244,43 @@ class Trainer:
         The model is in eval mode and the samples are divided among the replicas, in batches of at most `batch_size`
         (256, or that of a DataLoader). `workers` processes load them.
         """
+        if self._place.world > 1 or self._place.strategy.on_servers:
+            refuse_deadline("an evaluation that several processes make together", "evaluate in one process")
         asked = settle_data(DataSettings(dataset, batch_size, collate=collate, workers=workers))
         if name is not None:
             check_name("name of the evaluation", name)
         if asked.drop_last:
             raise DataError("drop_last of the DataLoader", True, "evaluate counts every sample, leave it out")
         at_once = 256 if asked.batch_size is None else asked.batch_size
+        if (wanted := self._place.reaching) is not None and name is not None and wanted.name in (None, name):
+            raise EvaluationReached(self.model, self._loss, metric, asked, at_once, name)
         with self._open_feed(asked) as feed:
-            if feed.length is None:
-                raise DataError("dataset", type(asked.dataset).__name__, "evaluate on one that has a length")
-            ledger = Ledger(feed.length, at_once, shuffle=False)
-            load = lambda part: feed.load(ledger, 0, part)  # noqa: E731
-            call = msgspec.structs.replace(
-                self._loop.describe_call("evaluate", feed), batch_size=at_once, metric=describe_function(metric)
-            )
+            evaluation = self._evaluation(feed, metric, at_once)
             self._loop.engine.rest()
+            if shortest() is not None:
+                self._sum_up_in_time(evaluation)
+            self._calls.settle()
             with evaluating(self.model), torch.no_grad():
-                compute = self._loop.engine.compute
-                evaluation = Evaluation(self._precision.of(metric), compute, load, call, at_once)
                 return self._loop.evaluate(evaluation, name)
+
+    def _evaluation(self, feed: Feed, metric: Metric, at_once: int) -> Evaluation:
+        if feed.length is None:
+            raise DataError("dataset", feed.kind, "evaluate on one that has a length")
+        ledger = Ledger(feed.length, at_once, shuffle=False)
+        load = lambda part: feed.load(ledger, 0, part)  # noqa: E731
+        call = msgspec.structs.replace(
+            self._loop.describe_call("evaluate", feed), batch_size=at_once, metric=describe_function(metric)
+        )
+        return Evaluation(self._precision.of(metric), self._loop.engine.compute, load, call, at_once)
+
+    def _sum_up_in_time(self, evaluation: Evaluation) -> None:
+        """Adds up the metric before its deadline. One that is given up is no evaluation of the run."""
+
+        def sums(stopping: AbstractContextManager[Any]) -> torch.Tensor:
+            with evaluating(self.model), torch.no_grad(), around(self.model, stopping):
+                return evaluation.over(range(evaluation.length))
+
+        evaluation.sums = self._calls.run("the evaluation", sums)
 
     def log(self, values: Mapping[str, Any] | None = None, /, **named: Any) -> None:
         """Tell numbers of the script's own, as in `trainer.log(lr=0.1)` or `trainer.log({"train/lr": 0.1})`: they are
@@ -285,7 +312,8 @@ class Trainer:
         """
         if not callable(getattr(self.model, method, None)):
             raise ModelError("method", method, f"a {type(self.model).__name__} has none of this name, give one it has")
-        return self._loop.predict_alone(method, args, kwargs)
+        answer = partial(self._loop.predict_alone, method, args, kwargs)
+        return self._calls.run("the model", lambda stopping: answer(stopping))
 
     def predictor(self) -> Callable[..., Any]:
         """`predict` by all devices of a cut model together, for one that answers too slowly on one: `predictor(*args)`
@@ -298,6 +326,7 @@ class Trainer:
             raise StrategyError("predictor", "with servers", "call trainer.predict, or save the model and use pl.load")
 
         def predictor(*args: Any, **kwargs: Any) -> Any:
+            refuse_deadline("a request to all devices of a replica", "use trainer.predict, or pl.load outside of a run")
             with evaluating(self.model), torch.no_grad():
                 return self._loop.predict(args, kwargs)
 
@@ -310,6 +339,7 @@ class Trainer:
 
         `path` itself is a safetensors file with the model's own state_dict.
         """
+        self._calls.settle()
         self._loop.save(path, keep)
 
     def resume(self, path: str | os.PathLike[str], *, fall_back: bool = False) -> bool:

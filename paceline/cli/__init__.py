@@ -32,6 +32,7 @@ SUBCOMMANDS = {
     "compare": "train to a target in several ways, with repeats and spread",
     "tune": "train with many hyperparameters, several at a time, and keep the best",
     "serve": "answer requests with a trained model, over HTTP",
+    "ensemble": "measure trained models together, beside each alone",
     "dims": "show the named dims of a model, to write a layout with",
     "server": "run one server that keeps parameters for long",
     "container": "list, show, save, drop and copy what servers keep",

@@ -37,12 +37,15 @@ class Evaluation:
         assert script_call.length is not None
         self.script_call, self.length = script_call, script_call.length
         self._metric, self._compute, self._load, self._at_once = metric, compute, load, at_once
+        self.sums: torch.Tensor | None = None  # over all samples, if they have been added up already
         self._names: list[Any] = []
         self._counted: list[bool] = []  # by name: whether the metric counts itself what it is a mean over
 
     def over(self, samples: range) -> torch.Tensor:
         """Returns the sums of the metric's values over these samples, batch by batch, and then the counts of those that
         have one; before them some numbers that tell whether all replicas have measured the same."""
+        if self.sums is not None:
+            return self.sums
         sums: list[float] = []
         counts: list[float] = []
         # One with no samples at all still has to know how many numbers the metric gives.

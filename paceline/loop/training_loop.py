@@ -16,6 +16,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -48,6 +49,7 @@ from paceline.optim.models import evaluating
 from paceline.run_place import INTERRUPTED, Place
 from paceline.split.cut import call_model, first_call
 from paceline.split.layout.show import tell_dims
+from paceline.stoppable_calls import around
 from paceline.verify.precision import AsItIs
 
 
@@ -100,6 +102,8 @@ class TrainingLoop:
     # ── training ─────────────────────────────────────────────────────────────────────────────────────────
 
     def batches(self, feed: Feed, asked: Ledger, epochs: int, prefetch: int) -> Iterator[Any]:
+        if self._place.reaching is not None:
+            return
         self._join_if_restarted()
         self._agree(feed, asked, epochs)
         turned = self._position.turn_to(asked, epochs)
@@ -283,12 +287,20 @@ class TrainingLoop:
             self._tell_of_servers()
         return value
 
-    def predict_alone(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns what this method of the whole model answers, to this process alone."""
+    def predict_alone(
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], stopping: AbstractContextManager[Any]
+    ) -> Any:
+        """Returns what this method of the whole model answers, to this process alone; inside `stopping`."""
         self._join_if_restarted()
         self.engine.rest()
         args, kwargs = self._precision.convert((args, kwargs))
-        with self.engine.whole_model() as model, evaluating(model), torch.no_grad(), self._precision.watching():
+        with (
+            self.engine.whole_model() as model,
+            evaluating(model),
+            torch.no_grad(),
+            self._precision.watching(),
+            around(model, stopping),
+        ):
             answer = getattr(model, method)(*args, **kwargs)
         self._recorder.predicted(answer)
         return answer
@@ -306,6 +318,8 @@ class TrainingLoop:
     # ── saving and resuming ──────────────────────────────────────────────────────────────────────────────
 
     def save(self, path: str | os.PathLike[str], keep: int = 2) -> None:
+        if self._place.reaching is not None:
+            return
         self._join_if_restarted()
         self._clock.pause()
         self._saves += 1
@@ -327,7 +341,7 @@ class TrainingLoop:
             return True  # takes over the state of the living instead
         if self._position.ledger is not None:
             raise PacelineError(f"trainer.resume({os.fspath(path)!r}) comes too late: call it before trainer.batches")
-        if not Path(path).exists():
+        if self._place.reaching is not None or not Path(path).exists():
             return False
         saved = checkpoint.read(path, fall_back=fall_back)
         state = run_state.read_state(saved)

@@ -1,7 +1,7 @@
 """The checkpoints of the best trials, side by side in one folder: what an ensemble is made of.
 
-    top/1-trial-0007.safetensors
-    top/2-trial-0003.safetensors
+    top/1-trial-0007.safetensors    1-trial-0007.json: how its model is made (checkpoint_note.py)
+    top/2-trial-0003.safetensors    …
 
 A trial's checkpoint is the .safetensors file that its script has written last into `pl.trial().folder`. What
 `trainer.save` keeps beside it, the state of the training and the one before, is none.
@@ -16,7 +16,11 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
+
+from paceline.checkpoint_note import CheckpointNote, note_beside
 from paceline.search.tune_folder import TrialRecord
+from paceline.watch.kept_folder import write_whole
 
 TOP = "top"
 _BESIDE_A_CHECKPOINT = re.compile(r"\.(previous(-\d+)?|(step-\d+-)?[0-9a-f]{8}\.training)\.safetensors$")
@@ -45,19 +49,25 @@ def keep_best(folder: Path, ranked: Sequence[TrialRecord], count: int) -> list[P
     top = folder / TOP
     best = [record for record in ranked if record.end == "done"][:count]
     wanted = {
-        f"{place}-trial-{record.number:04}{f'-fold-{fold}' if len(record.checkpoints) > 1 else ''}.safetensors": path
+        top / f"{place}-trial-{record.number:04}{_fold(note)}.safetensors": (folder / path, note)
         for place, record in enumerate(best, 1)
-        for fold, path in enumerate(record.checkpoints)
+        for path, note in zip(record.checkpoints, record.notes, strict=True)
     }
     if wanted:
         top.mkdir(exist_ok=True)
     for old in top.glob("*.safetensors"):
-        if old.name not in wanted:
+        if old not in wanted:
             old.unlink()
-    for name, path in wanted.items():
+            note_beside(old).unlink(missing_ok=True)
+    for target, (source, note) in wanted.items():
         with contextlib.suppress(FileNotFoundError):  # somebody has removed it since
-            _link(folder / path, top / name)
-    return [top / name for name in wanted if (top / name).exists()]
+            _link(source, target)
+            write_whole(note_beside(target), msgspec.json.encode(note) + b"\n")
+    return [target for target in wanted if target.exists()]
+
+
+def _fold(note: CheckpointNote) -> str:
+    return f"-fold-{note.trial.fold}" if note.trial is not None and note.trial.fold is not None else ""
 
 
 def _link(source: Path, target: Path) -> None:

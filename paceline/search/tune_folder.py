@@ -25,6 +25,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, TypeVar
 import msgspec
 import xxhash
 
+from paceline.checkpoint_note import CheckpointNote
 from paceline.errors import InvalidInput
 from paceline.trial_values import Value
 from paceline.watch.kept_folder import open_kept, write_whole
@@ -60,6 +61,7 @@ class TrialRecord(msgspec.Struct, frozen=True, kw_only=True):
     ended: float
     starts: int = 1  # of its runs
     checkpoints: list[str] = []  # in the folder of the search
+    notes: list[CheckpointNote] = []  # of each of these
     error: str | None = None
     rungs: dict[str, float] = {}  # what the pruner has noted
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from paceline.checkpoint_note import CheckpointNote
 from paceline.errors import LaunchError
 from paceline.launch.cores import allowed_cores, share_of_cores
 from paceline.search.goal import Goal
@@ -267,6 +268,12 @@ class Tuner:
         elif trial.done == len(trial.runs):
             self._end(trial, "done")
 
+    def _note(self, run: TrialRun) -> CheckpointNote:
+        """How the model that this run has saved is made, and how good it was in the end."""
+        values = list(self._metric(run).values())
+        metrics = {self._search.goal.metric: values[-1]} if values and math.isfinite(values[-1]) else {}
+        return CheckpointNote(list(self._search.arguments.of(run.place)), metrics, run.place)
+
     def _end(self, trial: TrialInHand, end: TrialEnd, error: str | None = None) -> None:
         """Write down what came of a trial, then tell everybody."""
         del self._in_hand[trial.number]
@@ -277,7 +284,7 @@ class Tuner:
         told = [self._metric(run) for run in trial.runs]
         folds = [list(values.values())[-1] for values in told if values] if len(trial.runs) > 1 else []
         last = folds or list(told[0].values())[-1:]
-        checkpoints = [path for run in trial.runs if (path := checkpoint_in(run.folder)) is not None]
+        saved = [(path, self._note(run)) for run in trial.runs if (path := checkpoint_in(run.folder)) is not None]
         record = TrialRecord(
             number=trial.number,
             values=trial.values,
@@ -291,7 +298,8 @@ class Tuner:
             began=trial.began,
             ended=time.time(),
             starts=sum(run.starts for run in trial.runs),
-            checkpoints=[str(path.relative_to(self._folder.path.resolve())) for path in checkpoints],
+            checkpoints=[str(path.relative_to(self._folder.path.resolve())) for path, _ in saved],
+            notes=[note for _, note in saved],
             error=error,
             rungs=self._journal.rungs(trial.number),
         )

@@ -49,6 +49,7 @@ class ServingPeers(Peers):
         self._status = status
         self.lives: dict[int, Life] = {}  # of the other devices, as far as this one can tell
         self.request = 0
+        self.awaited: list[int] = []  # the devices that this one waits for now
 
     def _wait(self, other: int, ready: Any) -> None:
         self.wait_for(lambda: [other], ready)
@@ -72,8 +73,10 @@ class ServingPeers(Peers):
                 raise ReplicaDied(f"the process of device {dead[0]} has ended: a cut model needs all its devices")
             return False
 
+        self.awaited = others()
         try:
             self._board.wait(self.rank, Phase.AWAITING_DEVICES, look, self._timeout_s)
+            self.awaited = []
         except Stalled:
             late = ", ".join(map(str, others()))
             raise Stalled(f"device {self.rank} has waited {self._timeout_s:g} s for device {late}") from None

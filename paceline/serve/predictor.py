@@ -20,13 +20,23 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
 from paceline import checkpoint
-from paceline.errors import CheckpointError, ModelError, PacelineError, ReplicaDied, Stalled, StrategyError
+from paceline.deadlines import deadline, refuse_deadline, shortest
+from paceline.errors import (
+    CheckpointError,
+    DeadlineExceeded,
+    ModelError,
+    PacelineError,
+    ReplicaDied,
+    Stalled,
+    StrategyError,
+)
 from paceline.exchange.board import Board
 from paceline.exchange.life import Life
 from paceline.exchange.mailboxes import BOX_BYTES
@@ -39,6 +49,7 @@ from paceline.serve.device import Device, RequestAbandoned, ServingPeers, descri
 from paceline.serve.request_status import RequestStatus, StatusWord
 from paceline.split.cut import Example
 from paceline.split.values import Split
+from paceline.stoppable_calls import StoppableCalls, around
 
 MOST_DEVICES_A_CORE = 4
 LONGEST_END_S = 2.0  # that a device may take to end by itself
@@ -92,6 +103,7 @@ class Predictor:
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._ended: str | None = None  # why
+        self._calls = StoppableCalls()
         self._others: _DeviceProcesses | None = None
         if split is None or self.devices == 1:
             return
@@ -126,24 +138,62 @@ class Predictor:
         self._end = weakref.finalize(self, self._others.end)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._lock:
-            if self._ended is not None:
-                raise ReplicaDied(f"this predictor has ended ({self._ended}): load the model again")
-            if os.getpid() != self._process:
-                raise PacelineError("this predictor belongs to the process that loaded it: load the model in this one")
-            if self._others is None:
-                with torch.no_grad(), evaluating(self._model):
-                    return self._model(*args, **kwargs)
-            with _using(self._shares[0]):
-                return self._ask(self._others, (args, kwargs))
+        with self._turn():
+            if (others := self._others) is None:
+                return self._calls.run("the model", lambda stopping: self._answer_alone(args, kwargs, stopping))
+            if not self._status[StatusWord.PREPARED]:
+                refuse_deadline("the first request, which cuts the model,", "make one before without a deadline")
+
+            def ask(_: object) -> Any:
+                self._check_alive()
+                with _using(self._shares[0]):
+                    return self._ask(others, (args, kwargs))
+
+            return self._calls.run(self._late, ask, self._give_up)
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Waits for the requests of other threads; of a deadline, what is left of it holds inside."""
+        limit_s, began = shortest(), time.monotonic()
+        if limit_s is None:
+            with self._lock:
+                yield
+            return
+        if not self._lock.acquire(timeout=limit_s):
+            raise DeadlineExceeded("the request of another thread", limit_s, time.monotonic() - began - limit_s)
+        try:
+            with deadline(max(limit_s - (time.monotonic() - began), 1e-6)):
+                yield
+        finally:
+            self._lock.release()
+
+    def _answer_alone(self, args: Any, kwargs: Any, stopping: AbstractContextManager[Any]) -> Any:
+        """Returns the answer of a model that is not cut."""
+        self._check_alive()
+        with torch.no_grad(), evaluating(self._model), around(self._model, stopping):
+            return self._model(*args, **kwargs)
+
+    def _check_alive(self) -> None:
+        if self._ended is not None:
+            raise ReplicaDied(f"this predictor has ended ({self._ended}): load the model again")
+        if os.getpid() != self._process:
+            raise PacelineError("this predictor belongs to the process that loaded it: load the model in this one")
+
+    def _late(self) -> str:
+        """Returns who is late: the devices that the caller's own waits for, or else that one."""
+        awaited = self._peers.awaited
+        return f"device {', '.join(map(str, awaited))}" if awaited else "device 0"
+
+    def _give_up(self) -> None:
+        """Fails the request in hand, which ends every device's wait for another; what follows is as in any failure."""
+        self._status.fail(self._status[StatusWord.REQUEST], 0, "it took longer than its caller allows")
 
     def _ask(self, others: _DeviceProcesses, call: Example) -> Any:
         """Returns the answer of the cut model, from all devices together."""
         peers, status = self._peers, self._status
         if peers.somebody_failed:  # after the last answer was complete
             self._recover(others, status.reason)
-            if self._ended is not None:
-                raise ReplicaDied(f"this predictor has ended ({self._ended}): load the model again")
+            self._check_alive()
         status[StatusWord.REQUEST] = peers.request = status[StatusWord.REQUEST] + 1
         others.ring()
         try:
@@ -180,6 +230,7 @@ class Predictor:
     def close(self) -> None:
         """Ends the other devices. Later requests are refused."""
         with self._lock:
+            self._calls.settle()
             if self._ended is None:
                 self._ended = "it was closed"
             if self._others is not None and os.getpid() == self._process:

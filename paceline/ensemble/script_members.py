@@ -1,0 +1,161 @@
+"""The members of an ensemble and their validation set, out of a training script.
+
+`python -m paceline.ensemble.script_members REQUEST RESULT` runs the script, in one process, as far as its evaluation,
+and once for each list of arguments that members were trained with, since another width is another model. Nothing is
+trained. Then the ensemble is judged, and the result written into a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from paceline.checkpoint_note import CheckpointNote, note_beside
+from paceline.errors import CheckpointError, DataError, InvalidInput, LaunchError, ModelError, PacelineError
+from paceline.launch.quick_start import load_compiler_late
+from paceline.launch.resting_collector import rest_while_loading
+from paceline.launch.script import run_script
+from paceline.run_place import PLACE_VARIABLE, EvaluationWanted, Place, find_place
+from paceline.trial_values import TRIAL_VARIABLE
+
+if TYPE_CHECKING:
+    from paceline.loop.reached import EvaluationReached
+
+NAMES = ("logits", "probabilities", "values", "labels")
+
+
+class MemberFile(msgspec.Struct, frozen=True):
+    """A checkpoint, and what its model is made with."""
+
+    path: str
+    name: str
+    made: CheckpointNote
+
+    @property
+    def key(self) -> bytes:
+        """The same for members that one run of the script makes models for."""
+        return msgspec.json.encode((self.made.arguments, self.made.trial))
+
+
+class JudgeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be judged, and how."""
+
+    script: str
+    module: bool = False
+    members: list[MemberFile]
+    metric: str | None = None
+    maximize: bool = True
+    combine: str = "mean"
+    outputs: Literal["logits", "probabilities", "values", "labels"] | None = None
+    class_dim: int | None = None
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """A sentence about what is wrong, in the place of a result."""
+
+    refused: str
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Judges, and writes the result, or a sentence about what is wrong."""
+    request_path, result_path = arguments
+    request = msgspec.json.decode(Path(request_path).read_bytes(), type=JudgeRequest)
+    load_compiler_late()
+    rest_while_loading()
+    try:
+        found: msgspec.Struct = _judged(request)
+    except PacelineError as error:
+        found = Refusal(str(error))
+    except Exception:
+        traceback.print_exc()
+        return 1
+    Path(result_path).write_bytes(msgspec.json.encode(found))
+    return 0
+
+
+def _judged(request: JudgeRequest) -> msgspec.Struct:
+    from torch import nn
+
+    from paceline.data import Ledger, open_feed
+    from paceline.ensemble.judging import Judge, ValidationSet
+    from paceline.serve.predictor import load
+
+    reached: dict[bytes, EvaluationReached] = {}
+    models: dict[str, nn.Module] = {}
+    described: dict[str, str] = {}  # the validation set, by member
+    for member in request.members:
+        key = member.key
+        if key not in reached:
+            reached[key] = _run_to_evaluation(request, member, find_place())
+        try:
+            model = copy.deepcopy(reached[key].model)
+        except Exception as error:
+            expected = f"it cannot be copied for each member ({error}), let copy.deepcopy work"
+            raise ModelError("model", type(reached[key].model).__name__, expected) from error
+        try:
+            load(member.path, model)
+        except CheckpointError as error:
+            beside = note_beside(Path(member.path)).name
+            raise CheckpointError(
+                f"{error} (made with {member.made.words}; {beside} beside it may say others)"
+            ) from error
+        models[member.name] = model
+    feeds = contextlib.ExitStack()
+    with feeds:
+        for member in request.members:
+            data = reached[member.key].data
+            feed = open_feed(data.dataset, data.collate, data.workers or 0, begin_worker=data.begin_worker)
+            described[member.name] = f"{feed.length} samples of {feed.description()}"
+            if described[member.name] != described[request.members[0].name]:
+                expected = "that of the first member is another, give all the same validation set"
+                raise DataError(f"validation set of {member.name}", described[member.name], expected)
+        feeds.enter_context(feed)
+        if not feed.length:
+            raise DataError("validation set", described[member.name], "evaluate on one that has samples")
+        end = reached[request.members[-1].key]
+        ledger = Ledger(feed.length, end.at_once, shuffle=False)
+        load_samples = lambda part: feed.load(ledger, 0, part)  # noqa: E731
+        validation = ValidationSet(load_samples, feed.length, end.at_once, end.metric, end.loss, end.name)
+        judge = Judge(models, validation, request.metric)
+        return judge.judge(request.combine, request.outputs, request.class_dim, maximize=request.maximize)
+
+
+def _run_to_evaluation(request: JudgeRequest, member: MemberFile, place: Place) -> EvaluationReached:
+    """Runs the script with a member's arguments, and returns what it has in hand at its evaluation."""
+    from paceline.loop.reached import EvaluationReached
+
+    os.environ[PLACE_VARIABLE] = msgspec.json.encode(place).decode()
+    kept_arguments, kept_path = sys.argv, list(sys.path)
+    sys.argv = [sys.argv[0], *(["-m"] if request.module else []), request.script, *member.made.arguments]
+    os.environ.pop(TRIAL_VARIABLE, None)
+    if member.made.trial is not None:
+        os.environ[TRIAL_VARIABLE] = msgspec.json.encode(member.made.trial).decode()
+    with_flags = f"{request.script} {' '.join(member.made.arguments)}".rstrip()
+    try:
+        run_script(place)
+    except EvaluationReached as reached:
+        return reached
+    except SystemExit as end:
+        if end.code:
+            raise LaunchError(f"{with_flags} ended with exit code {end.code} before it evaluated anything") from None
+    finally:
+        sys.argv, sys.path[:] = kept_arguments, kept_path
+    if place.reaching != EvaluationWanted():
+        first = _run_to_evaluation(request, member, msgspec.structs.replace(place, reaching=EvaluationWanted()))
+        raise InvalidInput("metric", request.metric, f"{with_flags} tells none of this name, but {first.name!r}")
+    raise LaunchError(f"{with_flags} ended and evaluated nothing by name: call trainer.evaluate(…, name='accuracy')")
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # scripts that were cut off in the middle may have left threads behind

@@ -1,0 +1,20 @@
+"""The benchmark's load, for a moment: no request fails when a member sleeps or is killed. Never how fast that is."""
+
+from __future__ import annotations
+
+from benchmarks.ensembles import killed, late
+
+
+def test_two_of_three_answer_while_the_third_sleeps() -> None:
+    load = late(duration_s=1.0, timeout_s=2.0, sleep_s=30.0)
+    assert load.failures == []
+    assert dict(load.members) == {2: 20}
+    assert min(load.seconds) >= 2.0  # the third was waited for
+
+
+def test_members_killed_under_load_come_back() -> None:
+    load, away = killed(duration_s=2.0, timeout_s=20.0, every_s=0.5)
+    assert load.failures == []
+    assert len(away) >= 1
+    assert set(load.members) <= {2, 3}
+    assert sum(load.members.values()) == 40
