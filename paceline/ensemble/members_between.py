@@ -98,7 +98,9 @@ class MembersBetween:
                 self._take_questions()
                 for member in self._members:
                     member.work()
+        self._take_questions()
         for member in self._members:
+            member.give_up("the ensemble was closed")
             member.process.close()
         os.close(self._bell)
 
@@ -153,10 +155,18 @@ class _MemberProcess:
 
     def _died(self, event: Died) -> None:
         self.died_of = event.reason
+        self.give_up(f"its process has ended: {event.reason}")
+        self._start_later()
+
+    def give_up(self, reason: str) -> None:
+        """Tells all questions that this member will not answer them."""
         for question in (*((self.inside,) if self.inside is not None else ()), *self.waiting):
-            question.fail(self.number, f"its process has ended: {event.reason}")
+            question.fail(self.number, reason)
         self.inside = None
         self.waiting.clear()
+
+    def _start_later(self) -> None:
+        """At once after the first death in a row, and after ever longer pauses if it dies before it is ready."""
         self.early_deaths += 1
         pause_s = 0.0 if self.early_deaths == 1 else _FIRST_PAUSE_S * 2 ** min(self.early_deaths - 2, 10)
         self.start_at = time.monotonic() + min(pause_s, _LONGEST_PAUSE_S)
@@ -173,7 +183,11 @@ class _MemberProcess:
     def work(self) -> None:
         """Starts a process again that has died, and asks one that is free."""
         if not self.process.alive and not self.pause_s:
-            self.process.start_again()
+            try:
+                self.process.start_again()
+            except OSError as error:  # no memory or no processes left, for now
+                self.died_of = f"it could not be started again ({error.strerror})"
+                self._start_later()
         while self.process.free and self.process.ready and self.waiting:
             question = self.waiting.popleft()
             if question.closed:

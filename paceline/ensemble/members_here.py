@@ -82,6 +82,8 @@ class _MemberThread:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._ended)
                 if self._ended:
+                    for question in self._waiting:
+                        question.fail(self._number, "the ensemble was closed")
                     return
                 question = self._waiting.popleft()
             if not question.closed:

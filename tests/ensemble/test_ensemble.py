@@ -132,6 +132,39 @@ def test_a_killed_member_comes_back_and_no_question_fails(members: list[Member])
         assert asked.processes[0] == before[0]
 
 
+@pytest.mark.parametrize("where", ["here", "between"])
+def test_predictors_as_members_and_questions_that_are_open_at_the_end(
+    members: list[Member], where: str, tmp_path: object
+) -> None:
+    x, gate = torch.randn(2, 4), f"{tmp_path}/gate"
+    ensemble = pl.Ensemble({f"m{member.number}": pl.load(None, member) for member in members}, where=where)  # type: ignore[arg-type]
+    with pl.deadline(60):
+        answer = ensemble(x)
+    assert answer.members == ("m0", "m1", "m2")
+    assert torch.equal(answer.answers["m2"], alone(members, x)[2])
+    told: list[str] = []
+
+    def ask() -> None:
+        try:
+            told.append(str(ensemble(x, late=0, gate=gate).missing))
+        except ReplicaDied as error:
+            told.append(str(error))
+
+    callers = [threading.Thread(target=ask) for _ in range(2)]  # one inside, one behind it
+    for caller in callers:
+        caller.start()
+    missing: dict[str, str] = {}
+    while "m0" not in missing:  # until it is busy with their questions
+        missing = ensemble(x, timeout_s=0.3).missing
+    ender = threading.Thread(target=ensemble.close)
+    ender.start()
+    open(gate, "w").close()
+    for thread in (*callers, ender):
+        thread.join(60)
+        assert not thread.is_alive()
+    assert len(told) == 2
+
+
 def test_what_is_refused(members: list[Member]) -> None:
     for error, given in {
         "members is \\[\\]: give at least one": {"members": []},
