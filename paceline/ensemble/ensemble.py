@@ -113,7 +113,7 @@ class Ensemble:
         arrived = sorted(question.answers)
         value = self._combination.of([question.answers[member] for member in arrived], arrived)
         missing = {
-            name: question.failures.get(member, f"it was not done within {limit_s:g} s")
+            name: question.failures.get(member, f"it was not done within {limit_s or 0:g} s")
             for member, name in enumerate(self.names)
             if member not in question.answers
         }

@@ -25,7 +25,7 @@ from typing import Any
 from torch import nn
 
 from paceline.ensemble.placement import MemberDevice
-from paceline.ensemble.question import Question, next_open
+from paceline.ensemble.question import CLOSED, Question, next_open
 from paceline.errors import ModelError, ReplicaDied, Stalled
 from paceline.serve.answering import in_a_sentence
 from paceline.serve.model_process import Answered, Died, Failed, ForkHere, ModelProcess, Ready
@@ -51,6 +51,7 @@ class MembersBetween:
             raise
         self._asked: queue.SimpleQueue[Question] = queue.SimpleQueue()
         self._ended = False
+        self._closing = threading.Lock()  # nothing is asked any more once it has ended
         self._bell, self._ringer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="owner of an ensemble's processes", daemon=True)
         self._thread.start()
@@ -67,13 +68,19 @@ class MembersBetween:
 
     def ask(self, question: Question) -> None:
         """Hands the question to every member, and returns at once."""
-        self._asked.put(question)
-        self._ring()
+        with self._closing:
+            if not self._ended:
+                self._asked.put(question)
+                self._ring()
+                return
+        for member in self._members:
+            question.fail(member.number, CLOSED)
 
     def close(self) -> None:
         """Ends the processes: those that compute for long are killed."""
-        self._ended = True
-        self._ring()
+        with self._closing:
+            self._ended = True
+            self._ring()
         self._thread.join()
         os.close(self._ringer)
 
@@ -100,7 +107,7 @@ class MembersBetween:
                     member.work()
         self._take_questions()
         for member in self._members:
-            member.give_up("the ensemble was closed")
+            member.give_up(CLOSED)
             member.process.close()
         os.close(self._bell)
 

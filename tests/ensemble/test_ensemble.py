@@ -14,7 +14,7 @@ from torch import nn
 
 import paceline as pl
 from paceline.ensemble.members_between import MembersBetween
-from paceline.errors import InvalidInput, ModelError, ReplicaDied
+from paceline.errors import InvalidInput, ModelError, PacelineError, ReplicaDied
 
 
 class Member(nn.Module):
@@ -74,9 +74,9 @@ def test_a_late_answer_is_never_given_to_a_later_question(
     ensemble: pl.Ensemble, members: list[Member], tmp_path: object
 ) -> None:
     gate = f"{tmp_path}/gate"
-    first = ensemble(torch.zeros(2, 4), late=1, gate=gate, timeout_s=0.5)
+    first = ensemble(torch.zeros(2, 4), late=1, gate=gate, timeout_s=5)
     assert first.members == ("0", "2")
-    assert "0.5 s" in first.missing["1"]
+    assert first.missing == {"1": "it was not done within 5 s"}
     open(gate, "w").close()  # now it goes on, with the question that nobody waits for
     x = torch.randn(2, 4)
     for _ in range(3):
@@ -94,11 +94,11 @@ def test_fewer_than_the_quorum_in_time_names_the_late(ensemble: pl.Ensemble, tmp
 
     # Both are busy with somebody else's question, which is waited for as long as it takes.
     def ask_until_both_are_late() -> None:
-        with pl.deadline(0.2):
+        with pl.deadline(3):
             while True:
                 ensemble(torch.zeros(1, 4))
 
-    with pytest.raises(pl.DeadlineExceeded, match=r"member '0', '1' was not done within 0.2 s"):
+    with pytest.raises(pl.DeadlineExceeded, match=r"member '0', '1' was not done within 3 s"):
         ask_until_both_are_late()
     open(gate, "w").close()
     for thread in slow:
@@ -147,15 +147,15 @@ def test_predictors_as_members_and_questions_that_are_open_at_the_end(
     def ask() -> None:
         try:
             told.append(str(ensemble(x, late=0, gate=gate).missing))
-        except ReplicaDied as error:
+        except PacelineError as error:  # also one that comes after the end
             told.append(str(error))
 
-    callers = [threading.Thread(target=ask) for _ in range(2)]  # one inside, one behind it
+    callers = [threading.Thread(target=ask, daemon=True) for _ in range(2)]  # one inside, one behind it
     for caller in callers:
         caller.start()
     missing: dict[str, str] = {}
     while "m0" not in missing:  # until it is busy with their questions
-        missing = ensemble(x, timeout_s=0.3).missing
+        missing = ensemble(x, timeout_s=5).missing
     ender = threading.Thread(target=ensemble.close)
     ender.start()
     open(gate, "w").close()
