@@ -29,6 +29,7 @@ from paceline.ensemble.members_here import MembersHere
 from paceline.ensemble.placement import place_members
 from paceline.ensemble.question import AskedMembers, Question
 from paceline.errors import DeadlineExceeded, InvalidInput, PacelineError, ReplicaDied
+from paceline.serve.predictor import Predictor
 
 Where = Literal["here", "between"]
 
@@ -85,7 +86,8 @@ class Ensemble:
         if where not in ("here", "between"):
             raise InvalidInput("where", where, "give 'here' (threads of this process) or 'between' (a process each)")
         self.names = tuple(by_name)
-        models, places = list(by_name.values()), place_members(devices, count)
+        models = [_in_this_form(name, member, where) for name, member in by_name.items()]
+        places = place_members(devices, count)
         if where == "here":
             for model, place in zip(models, places, strict=True):
                 if isinstance(model, nn.Module) and place.torch_device is not None:
@@ -111,7 +113,7 @@ class Ensemble:
         arrived = sorted(question.answers)
         value = self._combination.of([question.answers[member] for member in arrived], arrived)
         missing = {
-            name: question.failures.get(member, f"it was not done within {limit_s} s")
+            name: question.failures.get(member, f"it was not done within {limit_s or 0:g} s")
             for member, name in enumerate(self.names)
             if member not in question.answers
         }
@@ -143,6 +145,17 @@ class Ensemble:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _in_this_form(name: str, member: Callable[..., Any], where: Where) -> Callable[..., Any]:
+    """Returns what is asked: of a predictor its model, which may go to another process, unless it is cut."""
+    if not isinstance(member, Predictor):
+        return member
+    if (model := member.whole_model) is not None:
+        return model
+    if where == "between":
+        raise InvalidInput("where", where, f"member {name!r} is cut over devices of this process, give 'here'")
+    return member
 
 
 def _check_members(by_name: Mapping[str, Callable[..., Any]]) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 from torch import nn
 
 from paceline.ensemble.placement import MemberDevice
-from paceline.ensemble.question import Question, next_open
+from paceline.ensemble.question import CLOSED, Question, next_open
 from paceline.errors import ModelError, ReplicaDied, Stalled
 from paceline.serve.answering import in_a_sentence
 from paceline.serve.model_process import Answered, Died, Failed, ForkHere, ModelProcess, Ready
@@ -51,6 +51,7 @@ class MembersBetween:
             raise
         self._asked: queue.SimpleQueue[Question] = queue.SimpleQueue()
         self._ended = False
+        self._closing = threading.Lock()  # nothing is asked any more once it has ended
         self._bell, self._ringer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="owner of an ensemble's processes", daemon=True)
         self._thread.start()
@@ -67,13 +68,19 @@ class MembersBetween:
 
     def ask(self, question: Question) -> None:
         """Hands the question to every member, and returns at once."""
-        self._asked.put(question)
-        self._ring()
+        with self._closing:
+            if not self._ended:
+                self._asked.put(question)
+                self._ring()
+                return
+        for member in self._members:
+            question.fail(member.number, CLOSED)
 
     def close(self) -> None:
         """Ends the processes: those that compute for long are killed."""
-        self._ended = True
-        self._ring()
+        with self._closing:
+            self._ended = True
+            self._ring()
         self._thread.join()
         os.close(self._ringer)
 
@@ -98,7 +105,9 @@ class MembersBetween:
                 self._take_questions()
                 for member in self._members:
                     member.work()
+        self._take_questions()
         for member in self._members:
+            member.give_up(CLOSED)
             member.process.close()
         os.close(self._bell)
 
@@ -153,10 +162,18 @@ class _MemberProcess:
 
     def _died(self, event: Died) -> None:
         self.died_of = event.reason
+        self.give_up(f"its process has ended: {event.reason}")
+        self._start_later()
+
+    def give_up(self, reason: str) -> None:
+        """Tells all questions that this member will not answer them."""
         for question in (*((self.inside,) if self.inside is not None else ()), *self.waiting):
-            question.fail(self.number, f"its process has ended: {event.reason}")
+            question.fail(self.number, reason)
         self.inside = None
         self.waiting.clear()
+
+    def _start_later(self) -> None:
+        """At once after the first death in a row, and after ever longer pauses if it dies before it is ready."""
         self.early_deaths += 1
         pause_s = 0.0 if self.early_deaths == 1 else _FIRST_PAUSE_S * 2 ** min(self.early_deaths - 2, 10)
         self.start_at = time.monotonic() + min(pause_s, _LONGEST_PAUSE_S)
@@ -173,7 +190,11 @@ class _MemberProcess:
     def work(self) -> None:
         """Starts a process again that has died, and asks one that is free."""
         if not self.process.alive and not self.pause_s:
-            self.process.start_again()
+            try:
+                self.process.start_again()
+            except OSError as error:  # no memory or no processes left, for now
+                self.died_of = f"it could not be started again ({error.strerror})"
+                self._start_later()
         while self.process.free and self.process.ready and self.waiting:
             question = self.waiting.popleft()
             if question.closed:

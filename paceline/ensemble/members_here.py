@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from paceline.ensemble.placement import MemberDevice
-from paceline.ensemble.question import Question, next_open
+from paceline.ensemble.question import CLOSED, Question, next_open
 from paceline.optim.models import evaluating
 from paceline.serve.answering import in_a_sentence
 from paceline.stoppable_calls import CallGivenUp, StopBetweenOperators, around
@@ -62,6 +62,9 @@ class _MemberThread:
 
     def ask(self, question: Question) -> None:
         with self._changed:
+            if self._ended:
+                question.fail(self._number, CLOSED)
+                return
             for _ in range(next_open(self._waiting)):  # one that is late for long must not collect them
                 self._waiting.popleft()
             self._waiting.append(question)
@@ -82,6 +85,8 @@ class _MemberThread:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._ended)
                 if self._ended:
+                    for question in self._waiting:
+                        question.fail(self._number, CLOSED)
                     return
                 question = self._waiting.popleft()
             if not question.closed:
@@ -91,7 +96,7 @@ class _MemberThread:
         try:
             question.answer(self._number, self._computed(question))
         except CallGivenUp:
-            pass  # nobody waits for it
+            question.fail(self._number, CLOSED)  # unless nobody waits for it any more
         except BaseException as error:
             question.fail(self._number, in_a_sentence(error))
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+CLOSED = "the ensemble was closed"  # why a member does not answer
 _LONGEST_LOOK_S = 0.05  # Ctrl-C is heard between two of them
 
 

@@ -137,6 +137,11 @@ class Predictor:
         os.close(board.descriptor)
         self._end = weakref.finalize(self, self._others.end)
 
+    @property
+    def whole_model(self) -> nn.Module | None:
+        """The model, if it is not cut."""
+        return self._model if self._others is None else None
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._turn():
             if (others := self._others) is None:

@@ -6,10 +6,10 @@ from benchmarks.ensembles import killed, late
 
 
 def test_two_of_three_answer_while_the_third_sleeps() -> None:
-    load = late(duration_s=1.0, timeout_s=2.0, sleep_s=30.0)
+    load = late(duration_s=0.5, timeout_s=10.0, sleep_s=60.0)  # long for a busy machine; waiting costs nothing
     assert load.failures == []
-    assert dict(load.members) == {2: 20}
-    assert min(load.seconds) >= 2.0  # the third was waited for
+    assert dict(load.members) == {2: 10}
+    assert min(load.seconds) >= 10.0  # the third was waited for
 
 
 def test_members_killed_under_load_come_back() -> None:
