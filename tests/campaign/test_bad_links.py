@@ -59,7 +59,7 @@ def test_bad_links_change_nothing(start: Start, alone: Run, tmp_path: Path, link
     counts: Any = links[0].counts + links[1].counts
     print(dict(counts))
     for what in LINKS[link]:
-        assert sum(counts[word] for word in counts if word.startswith(what)) >= 3, counts
+        assert sum(counts[word] for word in counts if word.startswith(what)) >= 1, counts
     for replica in range(2):
         assert run.told("ledger", replica) == f"epochs 0 to {EPOCHS - 1}: 48 samples, each once"
     if not rule:

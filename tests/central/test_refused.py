@@ -150,6 +150,15 @@ def test_a_ticket_that_is_over(peers: Any) -> None:
     assert peer.step(0, ticket=8).eq(-1.0).all()
 
 
+def test_a_replica_that_was_started_again_may_begin_further_back(peers: Any) -> None:
+    old, new = peers(incarnation=1).open(), peers(incarnation=2)
+    assert old.ask(*old.push(ticket=8, value=5.0)) == replies.Done()
+    new.open()
+    assert new.ask(*new.push(ticket=7, value=1.0)) == replies.Done()
+    assert "comes too late: that of 7 is here" in new.ask(*new.push(ticket=6, value=5.0)).sentence
+    assert new.step(0, ticket=7).eq(-1.0).all()
+
+
 def test_a_push_without_a_place(peers: Any) -> None:
     peer, other = peers().open(), peers(replica=1)
     assert peer.ask(*peer.push(ticket=8, value=1.0)) == replies.Done()

@@ -70,6 +70,7 @@ class Container:
         self.tables = [Table(table, spec.optimizer.name, server, spec.servers) for table in spec.tables]
         self.rows: dict[int, list[Rows]] = {}  # by replica: its gradients for the tables
         self.staged: dict[int, int] = {}  # by replica: the ticket whose gradient is here
+        self._staged_by: dict[int, int] = {}  # by replica: the incarnation that it came from
         self.used: dict[int, int] = {}  # by replica: the last ticket that went into a step
         self.incarnations: dict[int, int] = {}  # the newest of each replica
         self._pushers: WeakValueDictionary[int, Pusher] = WeakValueDictionary()  # by replica: the newest connection
@@ -101,7 +102,7 @@ class Container:
             self.layout = self.arena.layout = self.shards.layouts[self.server]
             self.maker = StepMaker(spec, self.arena, self.not_pulled, recording=settings.recording)
             self.maker.take_state(state)
-            for of_run in (self.staged, self.used, self.rows, self.incarnations, self._pushers):
+            for of_run in (self.staged, self._staged_by, self.used, self.rows, self.incarnations, self._pushers):
                 of_run.clear()
             self.reopened = self.filled
 
@@ -148,7 +149,8 @@ class Container:
         self._check_incarnation(replica, incarnation)
         if self._pushers.get(replica) is not by:
             raise PacelineError(f"replica {replica} has another connection to server {self.server}: push there")
-        if ticket < (held := self.staged.get(replica, ticket)):
+        # One that was started again may begin further back: mirrored replicas count from what was saved last.
+        if incarnation == self._staged_by.get(replica) and ticket < (held := self.staged[replica]):
             raise PacelineError(f"the gradient of ticket {ticket} comes too late: that of {held} is here")
 
     def push(self, pushed: Pushed, received: torch.Tensor | None, rows: list[Rows], by: Pusher) -> torch.Tensor | None:
@@ -183,7 +185,7 @@ class Container:
         touched.fill_(1)
         for slot in pushed.untouched:
             touched[slot] = 0
-        self.staged[pushed.replica] = pushed.ticket
+        self.staged[pushed.replica], self._staged_by[pushed.replica] = pushed.ticket, pushed.incarnation
         if rows:
             self.rows[pushed.replica] = rows
 
