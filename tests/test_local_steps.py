@@ -66,7 +66,7 @@ def by_hand() -> tuple[dict[str, list[float]], float]:
 
 @pytest.fixture(scope="module")
 def run(start: Start) -> Run:
-    return start(SCRIPT, f"--replicas 4 --emulate hosts=2,link=1gbit --every {EVERY}").fine()
+    return start(SCRIPT, f"--replicas 4 --emulate hosts=2,link=1gbit --every {EVERY}").fine(110)
 
 
 def values(held: dict[str, Any]) -> list[float]:

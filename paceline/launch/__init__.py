@@ -7,7 +7,9 @@
 - `limits`: what the shell allows a process, where that is behind an error
 - `supervisor`: starts the replicas of a host, notices deaths, decides what happens then
 - `restarts` counts deaths, `regular_look` follows progress and stalls, `reporter` says what there is to say
-- `hosts`: the supervisors of several hosts, started and ended together
+- `meeting`: where the supervisors of several hosts meet; `host_messages` and `host_greeting`: what they say, and who is
+  let in; `host_rule`: who goes on when a host is gone
+- `hosts`: the supervisors of several emulated hosts, started and ended together
 - `emulate`: several hosts on one machine, with links of a real speed
 
 Nothing here imports torch, and nothing is imported by this file: `python -m paceline.launch.replica` has to find

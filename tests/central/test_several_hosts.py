@@ -3,6 +3,7 @@ for what cannot go on. Emulated hosts have links and memory of their own; others
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -22,7 +23,7 @@ from paceline.launch.host_greeting import SILENT_S
 SCRIPT = Path(__file__).parent / "hosts_training.py"
 EMULATED = "--emulate hosts=2,link=1gbit"
 LEDGER = "epochs 0 to 2: 48 samples, each once"
-END_S = 150.0
+END_S = 110.0  # processes are started again while others of this machine work
 # A script that does not even load torch, and waits for what the test does.
 WAITS = """
 import json, os, time
@@ -143,22 +144,48 @@ def test_who_goes_on_when_all_of_a_host_is_gone(lost: str, start: Start) -> None
     assert_nothing_left(run)
 
 
+def write_secret(folder: Path) -> None:
+    (folder / "secret").write_text("0123456789abcdef0123")
+    (folder / "secret").chmod(0o600)
+
+
+def come_as_a_stranger(port: int) -> None:
+    """Say something else than a host would, as soon as host 0 listens, and read that nobody answers."""
+
+    def said() -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", port), timeout=30) as stranger:
+                stranger.sendall(b"GET / HTTP/1.0\r\n\r\n" + bytes(64))
+                with contextlib.suppress(ConnectionResetError):
+                    assert stranger.recv(100) == b""
+                return True
+        except ConnectionRefusedError:
+            return False
+
+    wait_until(said)
+
+
 def test_a_run_is_over_when_all_hosts_have_finished_and_a_stop_is_for_all(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("0123456789abcdef0123")
-    (tmp_path / "secret").chmod(0o600)
-    flags = f"--nnodes 2 --rdzv-endpoint 127.0.0.1:{free_port()} --token secret --replicas 2 --servers 1"
-    runs = [start(WAITS, f"{flags} --node-rank {host}", folder=tmp_path) for host in range(2)]
+    """Nor does a stranger who comes first change anything."""
+    write_secret(tmp_path)
+    port = free_port()
+    flags = f"--nnodes 2 --rdzv-endpoint 127.0.0.1:{port} --token secret --replicas 2 --servers 1"
+    runs = [start(WAITS, f"{flags} --node-rank 0", folder=tmp_path)]
+    come_as_a_stranger(port)
+    runs.append(start(WAITS, f"{flags} --node-rank 1", folder=tmp_path))
     wait_until(lambda: all((tmp_path / f"supervisor-{rank}").exists() for rank in range(2)))
     runs[1].process.send_signal(signal.SIGINT)
     (events,) = (tmp_path / "run").glob("events.jsonl")
     wait_until(lambda: '"stopped"' in events.read_text())  # on the other host
     (tmp_path / "go").touch()  # this script knows nothing of stops, and ends well
     for run in runs:
-        assert (run.end().code, run.said(0)) == (130, [{"ended": 0, "servers": 1}])
+        assert (run.end(END_S).code, run.said(0)) == (130, [{"ended": 0, "servers": 1}])
+    why = "what arrived is something else and not a frame of this protocol"
+    assert runs[0].err == f"paceline: turned away whoever came from 127.0.0.1: {why}\n"
     assert_nothing_left(runs[0])
 
 
-FLAGS = "--nnodes 2 --replicas 2 --servers 1 --token secret --timeout 60"
+FLAGS = "--nnodes 2 --replicas 2 --servers 1 --token secret"
 REFUSED = {
     "another wire": (
         [FLAGS, f"{FLAGS} --wire bf16"],
@@ -178,14 +205,26 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_hosts_that_disagree_are_told_so_on_every_one(case: str, start: Start, tmp_path: Path) -> None:
     flags, sentence = REFUSED[case]
-    (tmp_path / "secret").write_text("0123456789abcdef0123")
-    (tmp_path / "secret").chmod(0o600)
+    write_secret(tmp_path)
     port = free_port()
     ends = [f"--rdzv-endpoint 127.0.0.1:{port} --node-rank {host}" for host in range(2)]
     runs = [start(WAITS, f"{given} {end}", folder=tmp_path) for given, end in zip(flags, ends, strict=True)]
     for run in runs:
-        assert (run.end().code, run.err) == (2, f"paceline: {sentence}\n")
+        assert (run.end(END_S).code, run.err) == (2, f"paceline: {sentence}\n")
     assert_nothing_left(runs[0])
+
+
+def test_two_hosts_of_one_number_are_told_so_and_with_them_all_others(start: Start, tmp_path: Path) -> None:
+    flags = f"{FLAGS} --rdzv-endpoint 127.0.0.1:{free_port()}".replace(
+        "--nnodes 2 --replicas 2", "--nnodes 3 --replicas 3"
+    )
+    runs = []
+    for number, host in enumerate((0, 1, 1)):
+        (folder := tmp_path / str(number)).mkdir()
+        write_secret(folder)
+        runs.append(start(WAITS, f"{flags} --node-rank {host}", folder=folder))
+    for run in runs:
+        assert (run.end(END_S).code, run.err) == (2, "paceline: node-rank is 1: two hosts have it, give each its own\n")
 
 
 def test_a_host_with_another_token_is_sent_away_and_one_that_does_not_come_is_named(
@@ -195,8 +234,10 @@ def test_a_host_with_another_token_is_sent_away_and_one_that_does_not_come_is_na
         (tmp_path / f"secret-{number}").write_text(f"0123456789abcdef{number}")
         (tmp_path / f"secret-{number}").chmod(0o600)
     port = free_port()
-    flags = f"--nnodes 2 --replicas 2 --servers 1 --timeout 6 --rdzv-endpoint 127.0.0.1:{port}"
-    hosts = [start(WAITS, f"{flags} --token secret-{n} --node-rank {n}", folder=tmp_path) for n in range(2)]
+    flags = f"--nnodes 2 --replicas 2 --servers 1 --rdzv-endpoint 127.0.0.1:{port}"
+    other = start(WAITS, f"{flags} --timeout 100 --token secret-1 --node-rank 1", folder=tmp_path)
+    wait_until((tmp_path / "run" / "host-1" / "config.json").exists)  # from now on it tries to reach host 0
+    hosts = [start(WAITS, f"{flags} --timeout 10 --token secret-0 --node-rank 0", folder=tmp_path), other]
     where = f"127.0.0.1:{port}"
     why = "the token is not host 0's: give every host the same with --token"
     assert hosts[1].end().code == 2
@@ -204,7 +245,7 @@ def test_a_host_with_another_token_is_sent_away_and_one_that_does_not_come_is_na
     assert hosts[0].end().code == 2
     assert hosts[0].err == (
         f"paceline: turned away whoever came from 127.0.0.1: {why}\n"
-        f"paceline: host 1 has not come to {where} within 6 s: start it with --node-rank 1, or give --timeout more\n"
+        f"paceline: host 1 has not come to {where} within 10 s: start it with --node-rank 1, or give --timeout more\n"
     )
 
 
