@@ -239,7 +239,7 @@ class Tuner:
         self._selector.unregister(run.pidfd)
         del self._slots[run]
         code = run.ended()
-        if code == 0:
+        if code == 0 or run.is_over:
             self._run_done(trial, run)
         elif self.stopped_by is not None or trial.number not in self._in_hand:
             return  # it goes on another time, or its trial has failed

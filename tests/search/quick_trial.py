@@ -22,6 +22,7 @@ def main() -> None:
     parser.add_argument("--x", type=float, default=0.0)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--wait-for-stop", type=float, default=0.0, help="seconds, after the last step")
     parser.add_argument("--fails-above", type=float, default=1e9)
     options = parser.parse_args()
 
@@ -45,8 +46,11 @@ def main() -> None:
         unfinished.write_text(str(step))
         os.replace(unfinished, state)
         (trial.folder / "model.safetensors").write_text(f"{score}")
-        if board.host_get(HostWord.STOP_REQUESTED):
+        if board.host_get(HostWord.STOP_REQUESTED) and step < options.steps:
             sys.exit(130)
+    end = time.monotonic() + options.wait_for_stop
+    while options.x > 50 and time.monotonic() < end and not board.host_get(HostWord.STOP_REQUESTED):
+        time.sleep(0.01)
 
 
 if __name__ == "__main__":

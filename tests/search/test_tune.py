@@ -234,7 +234,11 @@ def test_bad_trials_are_ended_early(tmp_path: Path) -> None:
         ("pruned", False),
     ]
     assert run.trials[0]["number"] == 0
-    events = (run.path / "trial-0001" / "run-1" / "events.jsonl").read_text()
+    (run.folder / "out").rename(run.folder / "long")
+    short = TuneRun(tmp_path, QUICK, flags, "--steps 1 --pause 0.02 --wait-for-stop 20")
+    short.fine()
+    assert [one["end"] for one in short.trials] == ["done"] * 4, "there was nothing left to end"
+    events = (run.folder / "long" / "trial-0001" / "run-1" / "events.jsonl").read_text()
     assert '"event":"stopped","signal":"SIGINT"' in events
 
 
