@@ -16,6 +16,8 @@ from paceline.exchange.words import HostWord
 from paceline.findings import Finding, MessageWriter
 from paceline.run_place import find_place
 
+LONGEST_HOLD_S = 300.0  # if nobody kills it
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
@@ -50,7 +52,8 @@ def main() -> None:
         end = time.monotonic() + options.wait_for_stop * (step == 1 and options.x != 3)
         while time.monotonic() < end and not board.host_get(HostWord.STOP_REQUESTED):
             time.sleep(0.01)
-        while trial.number == options.holds and (done, step) == (0, 1):
+        end = time.monotonic() + LONGEST_HOLD_S * (trial.number == options.holds and (done, step) == (0, 1))
+        while time.monotonic() < end:
             time.sleep(0.02)
         if board.host_get(HostWord.STOP_REQUESTED) and step < options.steps:
             sys.exit(130)
