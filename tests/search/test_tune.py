@@ -246,7 +246,7 @@ def test_a_budget_ends_the_search_and_more_of_it_goes_on(tmp_path: Path) -> None
     again = TuneRun(tmp_path, QUICK, f"{flags} --budget 1h", "--steps 40 --pause 0.05")
     again.fine()
     assert len(again.trials) == 2
-    assert all(one["steps"] == 20 for one in again.trials)
+    assert all(one["steps"] == 40 for one in again.trials)
 
 
 SAID_AFTER_THE_FIRST = {
