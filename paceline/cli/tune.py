@@ -290,6 +290,8 @@ class TuneCommand:
             print(f"paceline: {line}", file=sys.stderr, flush=True)
 
     def ended(self, record: TrialRecord) -> None:
+        self._shown_at = 0.0
+        self.show(self._tuner)
         names = self._search.space.names
         values = ", ".join(f"{name} {shown(record.values[name])}" for name in names)
         if record.end == "failed":
@@ -303,7 +305,7 @@ class TuneCommand:
 
     def show(self, tuner: Tuner) -> None:
         now = time.monotonic()
-        if self._live is None or now < self._shown_at + SHOW_EVERY_S:
+        if self._live is None or not self._live.is_started or now < self._shown_at + SHOW_EVERY_S:
             return
         self._shown_at = now
         height = max(3, self._live.console.height - self._search.parallel - 8)

@@ -17,8 +17,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.launch.outcome import RunOutcome
-from paceline.launch.started_run import StartedRun, last_words, outcome_in
+from paceline.launch.started_run import StartedRun, last_words
 from paceline.trial_values import TRIAL_VARIABLE, TrialPlace
 from paceline.watch.run_folder import EVENTS
 
@@ -53,9 +52,10 @@ class TrialRun:
         self.told: dict[str, dict[int, float]] = defaultdict(dict)  # by name and step
         self.asked: set[str] = set()  # of `pl.trial()`
         self.steps = 0
-        self.outcome: RunOutcome | None = None  # of the last start, if it lived to tell
         self.asked_to_stop = False
         self.kills = 0  # that this search has seen
+        self._codes: list[int] = []  # of replicas that have finished, in the last start
+        self._living: set[int] = set()  # replicas of it
         self._started: StartedRun | None = None
         self._times: list[tuple[float, float]] = []  # of each start: its first and its last event
         self._reading: list[RunEvents] = []
@@ -67,7 +67,7 @@ class TrialRun:
         return sum(path.is_dir() for path in self.folder.glob("run-*"))
 
     def _read_from(self, number: int) -> None:
-        self.outcome = None
+        self._codes, self._living = [], set()
         self._reading.append(RunEvents(self._run_folder(number) / EVENTS))
         self._times.append((0.0, 0.0))
 
@@ -84,8 +84,9 @@ class TrialRun:
 
     @property
     def is_over(self) -> bool:
-        """Whether an earlier search has seen it to its good end, and was killed before it wrote that down."""
-        return self.outcome is not None and self.outcome.exit_code == 0
+        """Whether its script has come to its end in all replicas that lived, also if somebody asked the run to stop, or
+        killed it, just then."""
+        return set(self._codes) == {0} and not self._living
 
     # ── a start ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -151,8 +152,11 @@ class TrialRun:
             self.told[event["name"]][event["step"]] = math.nan if event["value"] is None else event["value"]
         elif kind == "asked":
             self.asked.add(event["name"])
-        elif kind == "ended" and is_last:
-            self.outcome = outcome_in([event])
+        elif kind in ("started", "restarted") and is_last:
+            self._living.add(event["replica"])
+        elif kind in ("finished", "died", "failed") and is_last:
+            self._living.discard(event["replica"])
+            self._codes += [event["code"]] if "code" in event else []
         self.steps = max(self.steps, event.get("step") or event.get("steps") or 0)
 
 

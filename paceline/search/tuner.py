@@ -154,7 +154,7 @@ class Tuner:
         search = self._search
         self._journal = StudyJournal(self._folder.path, search.space, search.goal, search.prune, begun)
         for number, values, record in begun:
-            if record is None:
+            if record is None and number < search.trials:
                 self._take_in_hand(number, values)
         self._next = max((number for number, _, _ in begun), default=-1) + 1
 
@@ -240,11 +240,11 @@ class Tuner:
         self._selector.unregister(run.pidfd)
         del self._slots[run]
         code = run.ended()
-        if code == 0:
+        if code == 0 or run.is_over:
             self._run_done(trial, run)
         elif self.stopped_by is not None or trial.number not in self._in_hand:
             return  # it goes on another time, or its trial has failed
-        elif run.asked_to_stop:
+        elif run.asked_to_stop and was_killed(code):
             self._report(trial, run)
             self._end(trial, "pruned")
         elif was_killed(code) and run.kills <= self._search.max_restarts:

@@ -16,12 +16,16 @@ from paceline.exchange.words import HostWord
 from paceline.findings import Finding, MessageWriter
 from paceline.run_place import find_place
 
+LONGEST_HOLD_S = 300.0  # if nobody kills it
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--x", type=float, default=0.0)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--wait-for-stop", type=float, default=0.0, help="seconds, after the first step, unless x is 3")
+    parser.add_argument("--holds", type=int, default=-1, help="the trial that waits after its first step to be killed")
     parser.add_argument("--fails-above", type=float, default=1e9)
     options = parser.parse_args()
 
@@ -45,7 +49,13 @@ def main() -> None:
         unfinished.write_text(str(step))
         os.replace(unfinished, state)
         (trial.folder / "model.safetensors").write_text(f"{score}")
-        if board.host_get(HostWord.STOP_REQUESTED):
+        end = time.monotonic() + options.wait_for_stop * (step == 1 and options.x != 3)
+        while time.monotonic() < end and not board.host_get(HostWord.STOP_REQUESTED):
+            time.sleep(0.01)
+        end = time.monotonic() + LONGEST_HOLD_S * (trial.number == options.holds and (done, step) == (0, 1))
+        while time.monotonic() < end:
+            time.sleep(0.02)
+        if board.host_get(HostWord.STOP_REQUESTED) and step < options.steps:
             sys.exit(130)
 
 
