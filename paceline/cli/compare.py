@@ -35,6 +35,7 @@ from paceline.launch.signals import stop_is_interrupt
 from paceline.run_place import INTERRUPTED
 from paceline.slow_replicas import parse_slow
 from paceline.watch.display import clock
+from paceline.watch.kept_folder import script_digest
 from paceline.watch.target import Target, read_time
 
 EXAMPLES = """\
@@ -108,6 +109,7 @@ def execute(options: argparse.Namespace) -> int:
     seeds = find_seeds(options.script, arguments, module=options.module)
     contenders = _contenders(options, target)
     asked = {name: value for name, value in vars(options).items() if name not in ("folder", "json")}
+    asked["text of the script"] = script_digest(options.script)
     folder = CompareFolder.open(options.folder, options.script, asked)
     comparison = Comparison(options, target, seeds, contenders, folder)
     return comparison.run()

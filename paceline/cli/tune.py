@@ -44,11 +44,12 @@ from paceline.search.space import SearchSpace
 from paceline.search.study_journal import PRUNERS, PrunerName
 from paceline.search.table import draw
 from paceline.search.top import TOP, keep_best
-from paceline.search.tune_folder import JOURNAL, TrialRecord, TuneFolder, script_digest
+from paceline.search.tune_folder import JOURNAL, TrialRecord, TuneFolder
 from paceline.search.tuner import Search, Tuner
 from paceline.strategy import one_of
 from paceline.trial_values import TrialPlace
 from paceline.watch.display import clock
+from paceline.watch.kept_folder import script_digest
 from paceline.watch.target import read_time
 
 if TYPE_CHECKING:

@@ -80,7 +80,8 @@ def _progress(events: Path) -> str:
             with contextlib.suppress(msgspec.DecodeError):
                 event: dict[str, Any] = msgspec.json.decode(line)
                 if event.get("event") == "found":
-                    return f"step {event['step']}, {event['name']} {event['value']:.4g}"
+                    value = "nan" if event["value"] is None else f"{event['value']:.4g}"
+                    return f"step {event['step']}, {event['name']} {value}"
                 if event.get("event") == "step":
                     return f"step {event['step']}"
     return "starting"

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fcntl
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, TypeVar
@@ -144,11 +143,6 @@ class TuneFolder:
 
 def _read(path: Path, kind: type[Kept]) -> Kept | None:
     return msgspec.json.decode(path.read_bytes(), type=kind) if path.exists() else None
-
-
-def script_digest(script: str) -> str:
-    """The same for the same text of a script."""
-    return xxhash.xxh64(Path(script).read_bytes()).hexdigest() if os.path.isfile(script) else ""
 
 
 def _named_after(script: str, asked: Mapping[str, Any]) -> Path:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import xxhash
 
 from paceline.errors import InvalidInput
 
@@ -44,3 +45,8 @@ def write_whole(path: Path, data: bytes) -> None:
     unfinished = path.with_name(f"{path.name}.unfinished")
     unfinished.write_bytes(data + b"\n")
     os.replace(unfinished, path)
+
+
+def script_digest(script: str) -> str:
+    """The same for the same text of a script."""
+    return xxhash.xxh64(Path(script).read_bytes()).hexdigest() if os.path.isfile(script) else ""

@@ -46,6 +46,7 @@ for epoch in range(options.epochs):
     for batch in trainer.batches((x, y), 24, seed=options.seed):
         trainer.step(batch)
     trainer.evaluate((x, y), loss, name="error")
+    trainer.log(ratio=float("nan"))
 """
 
 
@@ -148,6 +149,11 @@ def test_a_comparison_that_is_stopped_goes_on_where_it_was(folder: Path) -> None
         assert 0 < one["seconds"] < one["wall_seconds"]
         assert one["samples"] == one["updates"] * 24
     assert runs["one", 0]["curve"] != runs["one", 1]["curve"], "seeds differ between repeats"
+
+    (folder / "train.py").write_text(SCRIPT + "# changed")
+    other = compare(folder, "--repeats", "2")
+    assert "it holds a comparison with text of the script" in other.communicate(timeout=60)[1]
+    assert other.returncode == 2
     assert "Is the result any different?" in report["words"]
     assert all(Path(folder, path).stat().st_size for path in report["plots"]) == can_plot()
 
