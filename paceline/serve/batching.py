@@ -71,9 +71,13 @@ class RequestQueue:
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def arrive(self, asked: Asked, now: float) -> Refusal | None:
-        """Takes a request, and returns None; or why not."""
+        """Takes a request, and returns None; or why not. One that finds a free process is taken whatever was predicted:
+        else a model that was slow once would be thought so for ever."""
+        if self._free(asked):
+            self.waiting[asked.number] = asked
+            return None
         predicted = self.predicted_s(asked, now)
-        if len(self.waiting) >= self.most_waiting and not self._free(asked):
+        if len(self.waiting) >= self.most_waiting:
             return Refusal(f"{len(self.waiting)} requests are waiting, and there is no room for more", predicted)
         left = asked.deadline - now
         if predicted > left:

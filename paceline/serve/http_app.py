@@ -66,13 +66,19 @@ class HttpApp:
     def __init__(self, settings: HttpSettings, pool: ModelPool, description: ModelDescription, log: AccessLog) -> None:
         self._settings, self._pool, self._description, self._log = settings, pool, description, log
         self._inputs, self._outputs = description.inputs, description.outputs
-        model = "/v2/models/{model}"
-        routes: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
+        routes: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [("POST", "/predict", self._predict)]
+        for at in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+            routes += [
+                ("POST", f"{at}/infer", self._infer),
+                ("GET", at, self._metadata),
+                ("GET", f"{at}/ready", self._model_ready),
+                ("GET", f"{at}/config", self._config),
+            ]
+        routes += [
             ("GET", "/", self._page),
             ("GET", "/docs", self._docs),
             ("GET", "/openapi.json", self._openapi),
             ("GET", "/metrics", self._metrics),
-            ("POST", "/predict", self._predict),
             ("GET", "/v2", self._server),
             ("GET", "/v2/health/live", self._live),
             ("GET", "/v2/health/ready", self._ready),
@@ -80,13 +86,6 @@ class HttpApp:
             ("POST", "/v2/repository/models/{model}/load", self._load),
             ("POST", "/v2/repository/models/{model}/unload", self._unload),
         ]
-        for at in (model, model + "/versions/{version}"):
-            routes += [
-                ("GET", at, self._metadata),
-                ("GET", f"{at}/ready", self._model_ready),
-                ("GET", f"{at}/config", self._config),
-                ("POST", f"{at}/infer", self._infer),
-            ]
         self._app = Starlette(
             routes=[Route(path, self._handled(endpoint), methods=[method]) for method, path, endpoint in routes],
             exception_handlers={HTTPException: _no_route},

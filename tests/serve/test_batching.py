@@ -67,6 +67,21 @@ def test_a_full_queue_refuses_but_not_if_a_process_is_free() -> None:
     assert queue.arrive(asked(3), 0.0) is None
 
 
+def test_a_model_that_was_slow_once_is_not_thought_so_for_ever() -> None:
+    queue = RequestQueue(4, 10)
+    queue.add_process("p", 1)
+    queue.version = 1
+    queue.arrive(asked(0), 0.0)
+    queue.dispatch(0.0)
+    queue.answered("p", 60.0)
+    for number in range(1, 200):
+        now = 60.0 + number
+        assert queue.arrive(asked(number, deadline=now + 1), now) is None  # the process is free
+        queue.dispatch(now)
+        queue.answered("p", now + 0.1)
+    assert queue.predicted_s(asked(200), 300.0) < 0.2
+
+
 def test_one_that_fails_does_not_fail_the_others() -> None:
     queue = busy()
     for number in (1, 2, 3):
