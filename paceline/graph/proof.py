@@ -112,5 +112,9 @@ def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     if not (one.is_floating_point() or one.is_complex()):
         return torch.equal(one, other)
+    if one.dtype == other.dtype and one.numel():  # large gradients in two passes, where nothing is NaN
+        far, most = ((torch.linalg.vector_norm(t, torch.inf)) for t in (one - other, one))
+        if bool(far <= CLOSE * most + 1e-30):
+            return True
     scale = float(one.abs().nan_to_num().max()) if one.numel() else 0.0
     return torch.allclose(one, other, rtol=CLOSE, atol=CLOSE * scale + 1e-30, equal_nan=True)

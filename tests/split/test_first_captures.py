@@ -21,13 +21,17 @@ class Cache:
         self.keeps, self.known, self.fails = keeps, known, fails
         self.is_there = False
         self.captured: list[int] = []
+        self.proven: list[str] = []  # what was told to the others
         self.capturing = threading.Barrier(DEVICES)
 
     def prepare(self, peers: Peers) -> None:
         with contextlib.suppress(ValueError), FirstCaptures(peers) as first:
+            if peers.rank != 0:
+                self.proven.append(first.proven)
             if not self.is_there:
                 first.begin(self.known)
                 self._capture(peers.rank)
+            first.proven = "the entry" if self.is_there else ""
 
     def _capture(self, rank: int) -> None:
         if not self.known:
@@ -43,6 +47,7 @@ def test_one_captures_and_the_others_find_it_also_the_next() -> None:
     caches = [Cache(), Cache()]
     on_devices(DEVICES, lambda peers: [cache.prepare(peers) for cache in caches])
     assert [cache.captured for cache in caches] == [[0], [0]]
+    assert [cache.proven for cache in caches] == [["the entry"] * 2] * 2
 
 
 def test_what_is_there_nobody_captures() -> None:
@@ -50,6 +55,7 @@ def test_what_is_there_nobody_captures() -> None:
     cache.is_there = True
     on_devices(DEVICES, cache.prepare)
     assert cache.captured == []
+    assert cache.proven == ["the entry"] * 2
 
 
 def test_what_has_no_key_all_capture_at_the_same_time() -> None:
@@ -63,3 +69,4 @@ def test_what_could_not_be_kept_or_captured_the_others_see_for_themselves() -> N
         on_devices(DEVICES, cache.prepare)
         assert cache.captured[0] == 0
         assert sorted(cache.captured) == [0, 1, 2]
+        assert "the entry" not in cache.proven
