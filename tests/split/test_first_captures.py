@@ -5,11 +5,18 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from pathlib import Path
 
+import pytest
+import torch
 from devices import on_devices
+from torch import nn
 
+from paceline.cache_folder import CACHE
 from paceline.exchange.mailboxes import Peers
 from paceline.split.first_captures import FirstCaptures
+from paceline.split.stages.cut import StagesCut
+from paceline.split.values import Stages
 
 DEVICES = 3
 
@@ -70,3 +77,34 @@ def test_what_could_not_be_kept_or_captured_the_others_see_for_themselves() -> N
         assert cache.captured[0] == 0
         assert sorted(cache.captured) == [0, 1, 2]
         assert "the entry" not in cache.proven
+
+
+class Counting(nn.Module):
+    """It does something that is no operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.calls = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.layers(x)
+
+
+def squared(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def test_effects_of_python_are_told_also_of_a_graph_that_was_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE, str(tmp_path))
+
+    def prepare(peers: Peers) -> None:
+        StagesCut(Stages(stages=1, micro_batches=1), peers).prepare(squared, Counting(), torch.ones(2, 3))
+
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="it changes calls of the model: once a graph, not in every step"):
+            on_devices(1, prepare)
+    (entry,) = tmp_path.rglob("*.graph")
+    assert entry.stat().st_size > 100
