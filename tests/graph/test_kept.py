@@ -119,7 +119,7 @@ def test_tensors_of_the_users_are_those_of_this_run() -> None:
 
 
 def test_a_second_process_finds_it(folder: Path) -> None:
-    script = Path(folder.parent) / "script.py"
+    script = folder.parents[1] / "script.py"
     script.write_text("from test_kept import kept\nprint(kept().is_proven)\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     answers = [
