@@ -1,9 +1,12 @@
 """Graphs that are kept on disk, so that the second run of a script need not capture again.
 
-An entry's name is what its computation is made of (`content.py`), so an entry is right or is not found. It holds its
-own checksum: one that is damaged is as good as none. Beside a graph stand notes of whoever uses it, what stages have
-measured say. The folder is `$PACELINE_CACHE`, or `paceline` in the user's cache folder; the entries used last are
-kept. `PACELINE_CACHE=` (empty) keeps nothing.
+An entry's name is what its computation is made of (`content.py`), as far as Python lets that be found. So an entry that
+is found is held against the computation once more, with all gradients, on the first batch of the run: one that differs
+is dropped, and captured anew. An entry holds its own checksum, too: one that is damaged is as good as none. Beside a
+graph stand notes of whoever uses it, what stages have measured say.
+
+The folder is `graphs` in the user's cache folder (`cache_folder.py`). It is the user's alone: what others could have
+written is not read. The entries used last are kept.
 """
 
 from __future__ import annotations
@@ -11,22 +14,29 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
+import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from paceline.cache_folder import cache_folder
 from paceline.graph.call_graph import CallGraph
 from paceline.graph.capture import Function
 from paceline.graph.content import Content, NotKnown
+from paceline.graph.proof import compare
 from paceline.graph.shapes import AllShapes
 from paceline.graph.written import CannotBeWritten, read, written
 
-FOLDER = "PACELINE_CACHE"
+FOLDER = "graphs"
 MOST_ENTRIES = 200
 _DIGEST = 20
+_BEGUN = ".begun-"  # what a file is called until it is written
+_OURS = re.compile(rf"[0-9a-f]{{40}}\.[a-z0-9]+|{re.escape(_BEGUN)}\w+")
 
 
 class KeptGraph:
@@ -39,16 +49,22 @@ class KeptGraph:
         given: object,
         shapes: AllShapes,
         begin: Callable[[bool], None] = lambda will_be_kept: None,
+        proven: str = "",
     ) -> None:
-        """`begin` is called before a graph is captured, with whether it can be kept as far as is known."""
+        """`begin` is called before a graph is captured, with whether it can be kept as far as is known. `proven`: the
+        `entry` that another device of this run has just proven, for which that is enough."""
         self._key: str | None = None
         self._tensors: list[torch.Tensor] = []
+        self.entry = ""  # the graph's name and checksum, once it is on disk
         if folder() is not None:
-            with contextlib.suppress(NotKnown, RecursionError):
+            with contextlib.suppress(NotKnown):
                 content = Content(function, model, given)
                 self._key, self._tensors = content.key, content.tensors
         found = self._found()
-        self.is_proven = found is not None  # whoever keeps it has proven it
+        if found is not None and self.entry != proven and not _is_right(found, function, model, given):
+            self._forget()
+            found = None
+        self.is_proven = found is not None
         if found is None:
             begin(self._key is not None)
         shapes.see(given)
@@ -57,15 +73,29 @@ class KeptGraph:
     def _found(self) -> CallGraph | None:
         """Returns the graph of an earlier run. What cannot be read, whatever it is, is as good as none."""
         note = self.note("graph")
-        with contextlib.suppress(Exception):
-            return None if note is None else read(note, self._tensors)
+        if note is not None:
+            with contextlib.suppress(Exception):
+                found = read(note, self._tensors)
+                self.entry = f"{self._key} {_checksum(note).hex()}"
+                return found
         return None
+
+    def _forget(self) -> None:
+        """Drops a graph that is of something else after all, and what was noted of it."""
+        self.entry = ""
+        at = folder()
+        if at is not None:
+            with contextlib.suppress(OSError):
+                for path in at.glob(f"{self._key}.*"):
+                    path.unlink(missing_ok=True)
 
     def keep(self) -> None:
         """Keeps the graph, which has been found right."""
         if self._key is not None and not self.is_proven:
             with contextlib.suppress(CannotBeWritten):
-                self.add_note("graph", written(self.graph, self._tensors))
+                content = written(self.graph, self._tensors)
+                self.add_note("graph", content)
+                self.entry = f"{self._key} {_checksum(content).hex()}"
 
     def note(self, name: str) -> bytes | None:
         """Returns what was kept with this graph under a name, if it is there and whole."""
@@ -77,14 +107,38 @@ class KeptGraph:
             _write(f"{self._key}.{name}", content)
 
 
+def _is_right(graph: CallGraph, function: Function, model: nn.Module, given: Any) -> bool:
+    """Returns whether a graph computes what the function computes. One that cannot be run does not."""
+    with contextlib.suppress(Exception):
+        compare(function, model, given, graph, gradients=torch.is_grad_enabled())
+        return True
+    return False
+
+
+# ── files ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 def folder() -> Path | None:
-    """Returns the folder of kept graphs; None if nothing is to be kept."""
-    given = os.environ.get(FOLDER)
-    if given == "":
+    """Returns the folder of kept graphs; None if nothing is to be kept, or it is not this user's alone."""
+    at = cache_folder()
+    if at is None:
         return None
-    if given is not None:
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
+    try:
+        return at / FOLDER if _is_private((at / FOLDER).lstat(), stat.S_ISDIR) else None
+    except FileNotFoundError:
+        return at / FOLDER
+    except OSError:
+        return None
+
+
+def _is_private(found: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
+    """Returns whether nobody but this user could have written it."""
+    others_write = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return is_kind(found.st_mode) and found.st_uid == os.geteuid() and not others_write
+
+
+def _checksum(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_DIGEST).digest()
 
 
 def _read(name: str) -> bytes | None:
@@ -92,12 +146,15 @@ def _read(name: str) -> bytes | None:
     if at is None:
         return None
     try:
-        content = (at / name).read_bytes()
-        os.utime(at / name)
+        with open(os.open(at / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            if not _is_private(os.fstat(file.fileno()), stat.S_ISREG):
+                return None
+            content = file.read()
+            os.utime(file.fileno())
     except OSError:
         return None
     digest, rest = content[:_DIGEST], content[_DIGEST:]
-    return rest if hashlib.blake2b(rest, digest_size=_DIGEST).digest() == digest else None
+    return rest if _checksum(rest) == digest else None
 
 
 def _write(name: str, content: bytes) -> None:
@@ -106,11 +163,12 @@ def _write(name: str, content: bytes) -> None:
     if at is None:
         return
     with contextlib.suppress(OSError):
-        at.mkdir(parents=True, exist_ok=True)
+        at.parent.mkdir(parents=True, exist_ok=True)
+        at.mkdir(mode=0o700, exist_ok=True)
         _make_room(at)
-        with tempfile.NamedTemporaryFile(dir=at, delete=False) as file:
+        with tempfile.NamedTemporaryFile(dir=at, prefix=_BEGUN, delete=False) as file:
             try:
-                file.write(hashlib.blake2b(content, digest_size=_DIGEST).digest() + content)
+                file.write(_checksum(content) + content)
                 file.close()
                 os.replace(file.name, at / name)
             except OSError:
@@ -118,7 +176,12 @@ def _write(name: str, content: bytes) -> None:
 
 
 def _make_room(at: Path) -> None:
-    """Removes the entries that were used longest ago."""
-    entries = sorted((entry.stat().st_mtime, entry.path) for entry in os.scandir(at))
-    for _, path in entries[: max(0, len(entries) - MOST_ENTRIES + 1)]:
-        Path(path).unlink(missing_ok=True)
+    """Removes the entries that were used longest ago, and nothing that is not ours."""
+    entries: list[tuple[float, str]] = []
+    for entry in os.scandir(at):
+        with contextlib.suppress(OSError):  # another run may have removed it
+            if _OURS.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                entries.append((entry.stat(follow_symlinks=False).st_mtime, entry.path))
+    for _, path in sorted(entries)[: max(0, len(entries) - MOST_ENTRIES + 1)]:
+        with contextlib.suppress(OSError):
+            Path(path).unlink(missing_ok=True)

@@ -110,7 +110,9 @@ def _alike(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape:
         return False
+    if torch.equal(one, other):  # as they mostly are, and that is seen in a tenth of the time
+        return True
     if not (one.is_floating_point() or one.is_complex()):
-        return torch.equal(one, other)
+        return False
     scale = float(one.abs().nan_to_num().max()) if one.numel() else 0.0
     return torch.allclose(one, other, rtol=CLOSE, atol=CLOSE * scale + 1e-30, equal_nan=True)

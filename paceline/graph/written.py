@@ -1,12 +1,16 @@
-"""A graph as bytes and back: to keep it, without pickle. Operators are written by their names, and only those of
-torch's registry are read, so a file that somebody has altered can compute something else but run no code.
+"""A graph as bytes and back: to keep it, without pickle.
 
-What cannot be written that way (an operator that is a function of ours, a class that is returned) is not written:
-`CannotBeWritten`.
+Code is made of a graph that is read, and so every name in it is checked: those of values are identifiers, those of
+arguments are in the operator's schema, and operators are torch's own (`NAMESPACES`), but for those that touch files. A
+file that somebody has altered can compute something else, which the proof notices, and runs no code.
+
+What cannot be written that way (an operator that is a function of ours or of the user's, a class that is returned) is
+not written: `CannotBeWritten`.
 """
 
 from __future__ import annotations
 
+import keyword
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,11 +20,14 @@ import torch
 from torch import fx
 
 from paceline.graph.call_graph import CallGraph
+from paceline.graph.content import NotKnown, bytes_of
 from paceline.graph.inputs import take_apart
-from paceline.torch_private import is_operator
+from paceline.torch_private import is_operator, schema_of
 
 _CONSTANT = (bool, int, float, str, type(None))
-_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
+NAMESPACES = ("aten", "torchvision")
+_TOUCH_FILES = ("filename",)  # arguments that tell it
 
 
 class CannotBeWritten(Exception):
@@ -85,9 +92,11 @@ def read(content: bytes, live: Sequence[torch.Tensor]) -> CallGraph:
     made: list[fx.Node] = []
     values: dict[fx.Node, Any] = {}
     for entry in found.nodes:
+        _check_name(entry.name)
         if entry.operator:
-            args, kwargs = _back(entry.args, made), _back(entry.kwargs, made)
-            node = graph.create_node("call_function", _operator(entry.operator), args, kwargs, entry.name)
+            target, args, kwargs = _operator(entry.operator), _back(entry.args, made), _back(entry.kwargs, made)
+            _check_arguments(target, kwargs)
+            node = graph.create_node("call_function", target, args, kwargs, entry.name)
             node.meta = {"mode": _back(entry.mode, made), "modules": entry.modules}
         else:
             node = graph.placeholder(entry.name)
@@ -116,7 +125,7 @@ def _operator_name(node: fx.Node) -> str:
         return ""
     if node.target is operator.getitem:
         return "getitem"
-    if is_operator(node.target):
+    if is_operator(node.target) and _is_allowed(node.target):
         return str(node.target)
     raise CannotBeWritten(str(node.target))
 
@@ -124,12 +133,32 @@ def _operator_name(node: fx.Node) -> str:
 def _operator(name: str) -> Callable[..., Any]:
     if name == "getitem":
         return operator.getitem
-    found: Any = torch.ops
-    for part in name.split("."):
-        found = getattr(found, part)
-    if not is_operator(found):
-        raise ValueError(f"{name} is no operator")
+    namespace, packet, overload = name.split(".")
+    if namespace not in NAMESPACES:
+        raise ValueError(f"{name} is not torch's")
+    found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    if not is_operator(found) or not _is_allowed(found):
+        raise ValueError(f"{name} is no operator that may be read")
     return found  # type: ignore[no-any-return]
+
+
+def _is_allowed(target: Any) -> bool:
+    schema = schema_of(target)
+    touches_files = any(argument.name in _TOUCH_FILES for argument in schema.arguments)
+    return schema.name.partition("::")[0] in NAMESPACES and not touches_files
+
+
+def _check_name(name: str) -> None:
+    """Refuses what would be more than a name in the code that is made of a graph."""
+    if not (name.isascii() and name.isidentifier()) or keyword.iskeyword(name):
+        raise ValueError(f"{name} is no name")
+
+
+def _check_arguments(target: Any, kwargs: Any) -> None:
+    schema = schema_of(target)
+    allowed = () if schema is None else [argument.name for argument in schema.arguments]
+    if not isinstance(kwargs, dict) or not all(name in allowed for name in kwargs):
+        raise ValueError(f"{target} has no such arguments")
 
 
 # ── arguments ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -189,13 +218,18 @@ def _back(value: Any, made: list[Any]) -> Any:
     if kind == "node":
         return made[entries[0]]
     if kind == "torch":
-        found = getattr(torch, entries[0])
-        if not isinstance(found, _OF_TORCH):
-            raise ValueError(f"torch.{entries[0]} is no argument")
-        return found
+        return _of_torch(entries[0])
     if kind == "dict":
         return {_back(key, made): _back(entry, made) for key, entry in entries}
     return _KINDS[kind](*(_back(entry, made) for entry in entries))
+
+
+def _of_torch(name: str) -> Any:
+    """Returns a type, a layout or a memory format."""
+    found = vars(torch)[name]
+    if not isinstance(found, _OF_TORCH):
+        raise ValueError(f"torch.{name} is no argument")
+    return found
 
 
 # ── tensors ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -221,7 +255,7 @@ def _shaped(entry: Any) -> Any:
     if entry[0] == "tuple":
         return tuple(map(_shaped, entry[1:]))
     _, shape, strides, kind = entry
-    return torch.empty_strided(shape, strides, dtype=getattr(torch, kind), device="meta")
+    return torch.empty_strided(shape, strides, dtype=_of_torch(kind), device="meta")
 
 
 def _same(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -230,15 +264,16 @@ def _same(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _with_values(tensor: torch.Tensor) -> Any:
-    if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.layout != torch.strided:
-        raise CannotBeWritten(f"a {type(tensor).__name__} on {tensor.device}")
-    content = tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor
-    return [list(tensor.shape), str(tensor.dtype).removeprefix("torch."), content.numpy().tobytes()]
+    if type(tensor) is not torch.Tensor:
+        raise CannotBeWritten(f"a {type(tensor).__name__}")
+    try:
+        return [list(tensor.shape), str(tensor.dtype).removeprefix("torch."), bytes_of(tensor)]
+    except NotKnown as error:
+        raise CannotBeWritten(str(error)) from error
 
 
 def _tensor(entry: Any) -> torch.Tensor:
     shape, kind, content = entry
-    dtype = getattr(torch, kind)
     if not content:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(content), dtype=dtype).view(shape)
+        return torch.empty(0, dtype=_of_torch(kind)).view(shape)
+    return torch.frombuffer(bytearray(content), dtype=_of_torch(kind)).view(shape)

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import msgspec
 
+from paceline.cache_folder import CACHE, cache_folder
 from paceline.errors import InvalidInput
 from paceline.profile.values import Timing
 
 FILE = "calibration.json"
-CACHE = "PACELINE_CACHE"
 HEADERS = 0.955  # of a link's rate is left for what is sent
 
 
@@ -115,17 +115,11 @@ def total_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def cache_folder() -> Path | None:
-    """Returns where calibrations and profiles are kept; None: nowhere."""
-    given = os.environ.get(CACHE)
-    if given == "":
-        return None
-    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
-
-
 def default_path() -> Path:
     """Returns the file of this user's machine; without a cache, one in the folder of this run."""
     folder = cache_folder()
+    if folder is None and CACHE not in os.environ:
+        raise InvalidInput(CACHE, "not set", "this user has no home to keep a calibration in, name a folder for it")
     return (folder if folder is not None else Path()) / FILE
 
 

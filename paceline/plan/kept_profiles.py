@@ -10,9 +10,10 @@ from pathlib import Path
 
 import msgspec
 
+from paceline.cache_folder import cache_folder
 from paceline.errors import LaunchError
 from paceline.launch.job import run_alone
-from paceline.plan.calibration import cache_folder, fingerprint, script_key
+from paceline.plan.calibration import fingerprint, script_key
 from paceline.profile.values import Profile, ProfileRequest
 from paceline.run_place import Place
 

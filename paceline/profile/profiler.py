@@ -17,9 +17,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from paceline.cache_folder import CACHE
 from paceline.data.feed import Feed
 from paceline.data.ledger import Ledger
-from paceline.graph.kept import FOLDER, KeptGraph
+from paceline.graph.kept import KeptGraph
 from paceline.graph.proof import compare
 from paceline.graph.shapes import AllShapes
 from paceline.memory.heap import keep_memory
@@ -124,8 +125,8 @@ class Profiler:
         found: list[CutTrial] = []
         with tempfile.TemporaryDirectory(prefix="paceline-profile-") as scratch, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            if os.environ.get(FOLDER) == "":  # devices that are tried share one graph all the same
-                os.environ[FOLDER] = scratch
+            if os.environ.get(CACHE) == "":  # devices that are tried share one graph all the same
+                os.environ[CACHE] = scratch
             last = 0.0
             for split, samples in self._ways():
                 if time.monotonic() + 1.3 * last > self._until(1.0):

@@ -6,6 +6,7 @@ stays whole, and so whatever else a script computes with it is right, on whichev
 
 The loss is held against its graph on the first batch, gradients and all, and its value on batches 2, 4, 8 … and on the
 first of every other shape: numbers that change from step to step, and that a graph has for good, come to light there.
+A graph that an earlier run has kept is proven like a new one before it is used (`graph/kept.py`).
 """
 
 from __future__ import annotations
@@ -110,14 +111,15 @@ class GraphCut(Cut):
         given = self.sized(given)
         shapes = AllShapes()
         with FirstCaptures(self.peers) as first:
-            kept = KeptGraph(function, self.model, given, shapes, first.begin)
-            self._check_loss(kept.graph)
-            if not kept.is_proven:
-                with python_effects(self.model) as effects:
+            with python_effects(self.model) as effects:
+                kept = KeptGraph(function, self.model, given, shapes, first.begin, first.proven)
+                self._check_loss(kept.graph)
+                if not kept.is_proven:
                     compare(function, self.model, given, kept.graph, gradients=torch.is_grad_enabled())
-                if effects and self.peers.first:
-                    warnings.warn(f"cut model: {'; '.join(effects)}: once a graph, not in every step", stacklevel=2)
+            if effects and self.peers.first:
+                warnings.warn(f"cut model: {'; '.join(effects)}: once a graph, not in every step", stacklevel=2)
             self._keep(kept)
+            first.proven = kept.entry
         tensors, structure = take_apart(given, "batch")
         self.decide(kept, tensors)
         self._open(kept, _about(function, self.model, tensors), structure, shapes).proven = True
