@@ -7,6 +7,7 @@ known of it comes out of its run folder and of what it printed: there is no seco
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -94,7 +95,10 @@ def outcome_in(events: Sequence[Mapping[str, Any]]) -> RunOutcome | None:
     ended = next((event for event in reversed(events) if event["event"] == "ended"), None)
     if ended is None:
         return None
-    return msgspec.convert({name: value for name, value in ended.items() if name not in ("time", "event")}, RunOutcome)
+    fields = {name: value for name, value in ended.items() if name not in ("time", "event")}
+    for found in fields.get("found", {}).values():  # JSON has no word for what is not a number
+        found["value"] = math.nan if found["value"] is None else found["value"]
+    return msgspec.convert(fields, RunOutcome)
 
 
 def last_words(output: Path) -> str:

@@ -175,7 +175,7 @@ def test_a_target_that_is_not_reached_a_script_that_tells_nothing_and_one_withou
     _, err = nothing.communicate(timeout=60)
     assert nothing.returncode == 2
     assert err.splitlines()[-1] == (
-        "paceline: eror was never told: the script tells error; ask for one of them in --until"
+        "paceline: eror was never told: the script tells error, ratio; ask for one of them in --until"
     )
 
     (folder / "out").rename(folder / "nothing")
