@@ -94,8 +94,8 @@ def execute(options: argparse.Namespace) -> int:
         _check_split(split, options.replicas)
     tls = _tls(options.tls_cert, options.tls_key)
     token = read_token(_existing("token-file", options.token_file)) if options.token_file is not None else None
+    from paceline.serve.served_tensor import read_input
     from paceline.serve.server import ServeSettings, run
-    from paceline.serve.tensor_spec import read_input
 
     settings = ServeSettings(
         checkpoint=options.checkpoint,

@@ -58,7 +58,7 @@ class JudgeRequest(msgspec.Struct, frozen=True, kw_only=True):
     class_dim: int | None = None
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class JudgingRefused(msgspec.Struct, frozen=True):
     """A sentence about what is wrong, in the place of a result."""
 
     refused: str
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         found: msgspec.Struct = _judged(request)
     except PacelineError as error:
-        found = Refusal(str(error))
+        found = JudgingRefused(str(error))
     except Exception:
         traceback.print_exc()
         return 1

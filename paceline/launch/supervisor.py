@@ -46,6 +46,7 @@ from paceline.launch.replica import ReplicaProcess
 from paceline.launch.reporter import Reporter, at, below, signal_name
 from paceline.launch.restarts import Restarts
 from paceline.launch.servers import LocalServers, ServerProcess
+from paceline.launch.shown_replica import next_shown
 from paceline.launch.signals import signals_as_bytes
 from paceline.run_place import INTERRUPTED
 from paceline.watch.display import Display
@@ -263,23 +264,15 @@ class Supervisor:
                     break
 
     def _follow_chief(self) -> None:
-        """Show the replica whose `trainer.chief` is true: the first of those who take part.
-
-        One that was started again is chief from the first op on that it begins as a member; what the one before it
-        had to say as chief it has printed before it begins that op itself. Of one that has finished, nobody repeats the
-        last words.
-        """
-        shown, board = self._reporter.shown, self._board
-        members = [row for row in self._living if board.alive(row)]
-        first = min((row for row in members if board.get(row, Word.OP) >= board.get(row, Word.ADMIT_AT)), default=None)
-        if shown is None or first is None or (first >= shown and shown in {*self._living, *self._finished}):
+        """Show the replica whose `trainer.chief` is true."""
+        shown = self._reporter.shown
+        chief = None if shown is None else next_shown(self._board, self._living, self._finished, shown)
+        if shown is None or chief is None:
             return
         if shown in self._living:
-            if board.alive(shown) and board.get(shown, Word.OP) < board.get(first, Word.ADMIT_AT):
-                return
             self._drain(self._living[shown])
-        self._reporter.show_another(first)
-        self._look_at.found.hear(first)
+        self._reporter.show_another(chief)
+        self._look_at.found.hear(chief)
 
     def _on_end(self, replica: ReplicaProcess) -> None:
         row = replica.row

@@ -18,7 +18,7 @@ import numpy as np
 
 from paceline.serve.open_inference import cast, check_inputs, decode_json
 from paceline.serve.request_error import BAD, NOT_COMPUTED, RequestError, bad
-from paceline.serve.tensor_spec import ANY, NUMPY_NAMES, TensorSpec
+from paceline.serve.served_tensor import ANY, NUMPY_NAMES, ServedTensor
 
 NPY_MAGIC = b"\x93NUMPY"
 MOST_PIXELS = 50_000_000
@@ -33,7 +33,7 @@ class PredictRequest:
     bare: bool = False
 
 
-def read_predict(body: bytes, content_type: str, specs: list[TensorSpec] | None) -> PredictRequest:
+def read_predict(body: bytes, content_type: str, specs: list[ServedTensor] | None) -> PredictRequest:
     """Returns what is in a body of any of these kinds."""
     if body.startswith(NPY_MAGIC):
         return _with_rows({_only(specs): _read_npy(body)}, specs, may_cast=True)
@@ -50,7 +50,7 @@ def read_predict(body: bytes, content_type: str, specs: list[TensorSpec] | None)
     return _with_rows(arrays, specs, may_cast=False)
 
 
-def _with_rows(arrays: dict[str, np.ndarray], specs: list[TensorSpec] | None, *, may_cast: bool) -> PredictRequest:
+def _with_rows(arrays: dict[str, np.ndarray], specs: list[ServedTensor] | None, *, may_cast: bool) -> PredictRequest:
     bare = specs is not None and all(
         spec.name in arrays and spec.shape[:1] == [ANY] and arrays[spec.name].ndim == len(spec.shape) - 1
         for spec in specs
@@ -68,7 +68,7 @@ def _with_rows(arrays: dict[str, np.ndarray], specs: list[TensorSpec] | None, *,
     return PredictRequest(check_inputs(arrays, specs), bare)
 
 
-def _only(specs: list[TensorSpec] | None) -> str:
+def _only(specs: list[ServedTensor] | None) -> str:
     if specs is None:
         return "input"
     if len(specs) != 1:
@@ -97,7 +97,7 @@ def _read_npy(body: bytes) -> np.ndarray:
     return native
 
 
-def _read_image(body: bytes, specs: list[TensorSpec] | None) -> np.ndarray:
+def _read_image(body: bytes, specs: list[ServedTensor] | None) -> np.ndarray:
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
@@ -123,7 +123,7 @@ def _read_image(body: bytes, specs: list[TensorSpec] | None) -> np.ndarray:
     return pixels.reshape(1, -1) if flat else np.ascontiguousarray(pixels.transpose(2, 0, 1))[None]
 
 
-def _picture(spec: TensorSpec | None) -> tuple[int, int, int, bool]:
+def _picture(spec: ServedTensor | None) -> tuple[int, int, int, bool]:
     """Returns the channels, height and width that the model takes, and whether as one list of numbers."""
     shape = spec.shape if spec is not None else []
     if len(shape) == 4 and shape[1] in (1, 3) and min(shape[1:]) > 0:

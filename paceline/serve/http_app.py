@@ -42,7 +42,7 @@ from paceline.serve.open_inference import (
 )
 from paceline.serve.openapi import openapi, openapi_page
 from paceline.serve.request_error import BAD, TOO_LARGE, UNAUTHORIZED, UNKNOWN, RequestError, bad
-from paceline.serve.tensor_spec import ModelDescription, TensorSpec
+from paceline.serve.served_tensor import ModelDescription, ServedTensor
 
 MOST_DEADLINE_S = 3600.0
 OPEN_TO_ALL = ("/", "/v2/health/live", "/v2/health/ready")  # without a token: a page without data, and probes
@@ -302,7 +302,7 @@ class HttpApp:
         return HTMLResponse(page.replace("/*MODEL*/null", safe))
 
     @staticmethod
-    def _known(specs: list[TensorSpec] | None) -> list[TensorSpec]:
+    def _known(specs: list[ServedTensor] | None) -> list[ServedTensor]:
         return specs or []
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from paceline.optim.models import own_state
-from paceline.serve.tensor_spec import ANY, DATATYPES, ModelDescription, TensorSpec
+from paceline.serve.served_tensor import ANY, DATATYPES, ModelDescription, ServedTensor
 from paceline.split.cut import Example
 
 MOST_EXAMPLE = 4096  # numbers of an example that is shown
@@ -119,10 +119,10 @@ def describe(model: nn.Module, call: NamedCall) -> ModelDescription:
     return ModelDescription(kind=kind, inputs=inputs, outputs=outputs, in_rows=in_rows, example=_shown(call))
 
 
-def _spec(name: str, tensor: torch.Tensor, rows: bool) -> TensorSpec:
+def _spec(name: str, tensor: torch.Tensor, rows: bool) -> ServedTensor:
     dtype = str(tensor.dtype).removeprefix("torch.").replace("bfloat16", "float32")
     shape = list(tensor.shape)
-    return TensorSpec(name, DATATYPES.get(dtype, dtype.upper()), [ANY, *shape[1:]] if rows else shape)
+    return ServedTensor(name, DATATYPES.get(dtype, dtype.upper()), [ANY, *shape[1:]] if rows else shape)
 
 
 def _shown(call: NamedCall) -> dict[str, list[Any]] | None:

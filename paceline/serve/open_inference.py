@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from paceline.serve.request_error import BAD, NOT_COMPUTED, RequestError, bad
-from paceline.serve.tensor_spec import ANY, DATATYPES, NUMPY_NAMES, TensorSpec
+from paceline.serve.served_tensor import ANY, DATATYPES, NUMPY_NAMES, ServedTensor
 
 MOST_DIMS = 32
 _KINDS = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}  # which numbers of JSON may become what
@@ -86,7 +86,7 @@ def shape_of(arrays: Mapping[str, np.ndarray]) -> Hashable:
     return tuple((name, array.dtype.char, array.shape[1:]) for name, array in arrays.items())
 
 
-def read_infer(body: bytes, header_length: int | None, inputs: list[TensorSpec] | None) -> InferRequest:
+def read_infer(body: bytes, header_length: int | None, inputs: list[ServedTensor] | None) -> InferRequest:
     """Returns the request in a body, checked against what the model takes, as far as that is known."""
     if header_length is not None and not 0 <= header_length <= len(body):
         raise bad("Inference-Header-Content-Length", header_length, f"the body has {len(body)} bytes")
@@ -125,7 +125,7 @@ def decode_json(text: bytes, kind: Any) -> Any:
         raise RequestError(BAD, f"the body is not what it should be: {error}") from None
 
 
-def check_inputs(arrays: dict[str, np.ndarray], specs: list[TensorSpec] | None) -> dict[str, np.ndarray]:
+def check_inputs(arrays: dict[str, np.ndarray], specs: list[ServedTensor] | None) -> dict[str, np.ndarray]:
     """Returns the arrays in the model's order; each must be there, of its type, with its number of dims, and finite."""
     if not arrays:
         raise bad("inputs", [], "give the tensors that the model takes")
@@ -236,15 +236,15 @@ def write_answer(
     return (head + b"".join(tails), len(head)) if tails else (head, None)
 
 
-def metadata(name: str, versions: list[str], inputs: list[TensorSpec], outputs: list[TensorSpec]) -> dict[str, Any]:
+def metadata(name: str, versions: list[str], inputs: list[ServedTensor], outputs: list[ServedTensor]) -> dict[str, Any]:
     """Returns what `/v2/models/NAME` tells."""
     return {"name": name, "versions": versions, "platform": "paceline_pytorch", "inputs": inputs, "outputs": outputs}
 
 
-def config(name: str, most_rows: int, inputs: list[TensorSpec], outputs: list[TensorSpec]) -> dict[str, Any]:
+def config(name: str, most_rows: int, inputs: list[ServedTensor], outputs: list[ServedTensor]) -> dict[str, Any]:
     """Returns what clients of Triton ask for at `/v2/models/NAME/config`."""
 
-    def told(spec: TensorSpec) -> dict[str, Any]:
+    def told(spec: ServedTensor) -> dict[str, Any]:
         dims = spec.shape[1:] if most_rows > 1 and spec.shape[:1] == [ANY] else spec.shape
         return {"name": spec.name, "data_type": f"TYPE_{spec.datatype}", "dims": dims}
 
@@ -258,9 +258,9 @@ def config(name: str, most_rows: int, inputs: list[TensorSpec], outputs: list[Te
     }
 
 
-def specs_of(arrays: Mapping[str, np.ndarray], *, rows: bool) -> list[TensorSpec]:
+def specs_of(arrays: Mapping[str, np.ndarray], *, rows: bool) -> list[ServedTensor]:
     """Returns what is told of tensors that were seen once."""
     return [
-        TensorSpec(name, datatype_of(name, array), [ANY, *array.shape[1:]] if rows else list(array.shape))
+        ServedTensor(name, datatype_of(name, array), [ANY, *array.shape[1:]] if rows else list(array.shape))
         for name, array in arrays.items()
     ]

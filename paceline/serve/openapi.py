@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.serve.tensor_spec import TensorSpec
+from paceline.serve.served_tensor import ServedTensor
 
 _TENSOR = {
     "type": "object",
@@ -29,7 +29,7 @@ _DEADLINE = {
 }
 
 
-def openapi(model: str, version: str, inputs: list[TensorSpec]) -> dict[str, Any]:
+def openapi(model: str, version: str, inputs: list[ServedTensor]) -> dict[str, Any]:
     """Returns the document for a server of this model."""
 
     def path_of(name: str, value: str) -> dict[str, Any]:

@@ -31,9 +31,9 @@ from paceline.serve.access_log import AccessLog
 from paceline.serve.batching import RequestQueue
 from paceline.serve.http_app import HttpApp, HttpSettings
 from paceline.serve.model_pool import ModelPool
+from paceline.serve.served_tensor import ModelDescription, ServedTensor
 from paceline.serve.serving_metrics import ServingMetrics
 from paceline.serve.template import Template, TemplateRequest, identity_of
-from paceline.serve.tensor_spec import ModelDescription, TensorSpec
 from paceline.split.values import Split
 
 LOOK_S = 0.5  # between looks at the checkpoint's file
@@ -53,7 +53,7 @@ class ServeSettings:
     port: int
     replicas: int
     split: Split | None
-    inputs: list[TensorSpec]
+    inputs: list[ServedTensor]
     most_rows: int
     deadline_s: float
     most_waiting: int

@@ -25,7 +25,7 @@ import msgspec
 from paceline.errors import CheckpointError, LaunchError
 from paceline.memory import segment
 from paceline.serve.answering import ProcessEnds
-from paceline.serve.tensor_spec import ModelDescription
+from paceline.serve.served_tensor import ModelDescription
 from paceline.split.values import Split
 
 MOST_TRIES = 3  # to have a process forked, each with a new template

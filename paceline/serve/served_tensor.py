@@ -25,7 +25,7 @@ NUMPY_NAMES = {datatype: name for name, datatype in DATATYPES.items()}
 ANY = -1  # a dim of any size
 
 
-class TensorSpec(msgspec.Struct, frozen=True):
+class ServedTensor(msgspec.Struct, frozen=True):
     """A tensor that a model takes or gives. A dim that may be of any size is -1."""
 
     name: str
@@ -37,17 +37,17 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a model before it was asked anything; None: nobody could tell."""
 
     kind: str  # the name of its class
-    inputs: list[TensorSpec] | None = None
-    outputs: list[TensorSpec] | None = None
+    inputs: list[ServedTensor] | None = None
+    outputs: list[ServedTensor] | None = None
     in_rows: bool = True  # its answer has a row for each row of its inputs, as far as was seen
     example: dict[str, list] | None = None  # type: ignore[type-arg]  # one row of the script's own data, if it is small
 
 
-def read_input(text: str) -> TensorSpec:
+def read_input(text: str) -> ServedTensor:
     """Returns what `--input` describes.
 
     >>> read_input("x:FP32:-1,64")
-    TensorSpec(name='x', datatype='FP32', shape=[-1, 64])
+    ServedTensor(name='x', datatype='FP32', shape=[-1, 64])
     """
     name, _, rest = text.partition(":")
     datatype, _, shape = rest.partition(":")
@@ -59,4 +59,4 @@ def read_input(text: str) -> TensorSpec:
         raise InvalidInput(
             "input", text[:100], f"give NAME:TYPE:SHAPE such as x:FP32:-1,64, with a type of {', '.join(NUMPY_NAMES)}"
         ) from None
-    return TensorSpec(name, datatype, sizes)
+    return ServedTensor(name, datatype, sizes)
