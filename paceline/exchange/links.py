@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import socket
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -49,11 +50,23 @@ class Links:
         self._timeout = timedelta(seconds=timeout_s)
         # Two groups, because small sums of the model's forward and the bulk of the gradients travel at the same time.
         # And a third for what is no step: sums of a step and of another call must not meet, Gloo would end the process.
-        self._small = self._connect(f"{name}/small")
-        self._bulk = self._connect(f"{name}/bulk")
-        self._calls = self._connect(f"{name}/calls")
+        self._open = _OpenGroups()
+        self._open.groups = [self._connect(f"{name}/{what}") for what in ("small", "bulk", "calls")]
+        weakref.finalize(self, self._open.close)
         self.look: Callable[[], None] = lambda: None  # while this host waits for others
         self._ranges: dict[int, _Range] = {}
+
+    @property
+    def _small(self) -> Any:
+        return self._open.groups[0]
+
+    @property
+    def _bulk(self) -> Any:
+        return self._open.groups[1]
+
+    @property
+    def _calls(self) -> Any:
+        return self._open.groups[2]
 
     def _connect(self, name: str) -> Any:
         store = PrefixStore(name, self._store)
@@ -64,8 +77,10 @@ class Links:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
+        self._open.under_way.add(call := object())
         try:
             yield
+            self._open.under_way.discard(call)
         except (RuntimeError, dist.DistError) as error:
             raise ReplicaDied(
                 f"host {self.host} lost its link to another host ({_first_line(error)}): see that host's output"
@@ -158,6 +173,24 @@ class Links:
         for coding in self._ranges.values():
             for feedback in coding.feedback.values():
                 feedback.commit()
+
+
+class _OpenGroups:
+    """Process groups, and what is under way in them. They are closed before Python ends.
+
+    A group's threads let go of tensors when a sum is complete, a moment after whoever waited for it has gone on. If
+    Python is about to end just then, that moment aborts the process: to close a group is to wait for its threads. Where
+    a sum has not come to its end, because another host is gone, they would wait for it as well, and nobody waits for
+    them.
+    """
+
+    def __init__(self) -> None:
+        self.groups: list[Any] = []
+        self.under_way: set[object] = set()
+
+    def close(self) -> None:
+        if not self.under_way:
+            self.groups.clear()
 
 
 class _Range:
