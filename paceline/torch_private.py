@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
     from torch.optim import Optimizer
     from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
-    from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+    from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
     from torch.utils.data._utils.collate import collate as collate_by
     from torch.utils.data._utils.collate import default_collate_fn_map as collate_functions
 
@@ -62,6 +62,7 @@ __all__ = [
     "tree_flatten",
     "tree_leaves",
     "tree_map",
+    "tree_map_only",
     "tree_unflatten",
 ]
 
@@ -76,6 +77,7 @@ _WHERE = {
     "tree_flatten": (_TREES, "tree_flatten"),
     "tree_leaves": (_TREES, "tree_leaves"),
     "tree_map": (_TREES, "tree_map"),
+    "tree_map_only": (_TREES, "tree_map_only"),
     "tree_unflatten": (_TREES, "tree_unflatten"),
     # Sees every operator that runs inside of it: how `paceline verify` finds what a script computes in float32 itself.
     "DispatchMode": ("torch.utils._python_dispatch", "TorchDispatchMode"),

@@ -22,7 +22,10 @@ from paceline.split.wavefront.packed_matrix import PackedMatrix
 from tests.conftest import Start
 
 PACKAGE = Path(paceline.__file__).parent
-OF_PYTHON = {"_exit", "_fields", "_asdict", "_operator", "_bootstrap", "_bootstrap_external", "_option_string_actions"}
+OF_PYTHON = {
+    *("_exit", "_fields", "_asdict", "_operator", "_bootstrap", "_bootstrap_external", "_abc_impl"),
+    *("_option_string_actions", "_ActionsContainer", "_ArgumentGroup"),
+}
 PRIVATE = re.compile(r"_[a-zA-Z]\w+|_C")
 Nodes = Sequence[ast.AST]
 

@@ -223,7 +223,8 @@ class _OnDevice:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from torch import Tensor
-        from torch.utils._pytree import tree_map_only
+
+        from paceline.torch_private import tree_map_only
 
         args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(self._device), (args, kwargs))
         return self._model(*args, **kwargs)

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from paceline.ensemble.placement import MemberDevice
 from paceline.ensemble.question import CLOSED, Question, next_open
 from paceline.optim.models import evaluating
 from paceline.serve.answering import in_a_sentence
 from paceline.stoppable_calls import CallGivenUp, StopBetweenOperators, around
+from paceline.torch_private import tree_map_only
 
 Answering = Callable[..., Any]
 _LONGEST_END_S = 2.0

@@ -19,7 +19,9 @@ Over TLS (`secure`) a channel is the same; only the socket differs.
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
+import ssl
 import struct
 import time
 from collections.abc import Iterable
@@ -251,7 +253,12 @@ class Channel(Generic[Header]):
         while filled < length:
             if limit.timeout_s is not None:
                 connection.settimeout(limit.left())
-            count = connection.recv_into(into[filled : filled + SLICE_BYTES])
+            try:
+                count = connection.recv_into(into[filled : filled + SLICE_BYTES])
+            except (BlockingIOError, ssl.SSLWantReadError):
+                # Another thread sends with a time limit at this moment, and such a limit is the whole socket's.
+                _await_bytes(connection)
+                continue
             if self._interrupted or count == 0:
                 self._lost = (
                     "the connection was given up" if self._interrupted else "the other side closed the connection"
@@ -289,6 +296,12 @@ class Channel(Generic[Header]):
         """Not while another thread is in here: the number of a closed socket is soon that of another connection."""
         self.interrupt()
         self._connection.close()
+
+
+def _await_bytes(connection: socket.socket) -> None:
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    poll.poll()
 
 
 class _Limit:

@@ -69,7 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
         save_file(model.state_dict(), made / f"m{member}.safetensors")
-    (made / "m2.json").write_text('{"arguments": ["--width", "16"], "metrics": {"accuracy": 0.5}, "trial": 4}')
+    (made / "m2.json").write_text('{"arguments": ["--width", "16"], "metrics": {"accuracy": 0.5}, "seed": 4}')
     return made
 
 

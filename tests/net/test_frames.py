@@ -187,6 +187,26 @@ def test_both_ways(channels: tuple[Channel[Message], Channel[Message]]) -> None:
         assert a.receive(SOON_S) == (Pull(step), 0)
 
 
+def test_a_time_limit_of_one_who_sends_is_none_of_one_who_waits(
+    channels: tuple[Channel[Message], Channel[Message]],
+) -> None:
+    """Of one socket, which has one time limit."""
+    a, b = channels
+
+    def answer() -> None:
+        for step in range(2000):
+            assert b.receive() == (Push(step), 0)
+            b.send(Pull(step))
+
+    with ThreadPoolExecutor(2) as beside:
+        answering = beside.submit(answer)
+        heard = beside.submit(lambda: [a.receive()[0].step for _ in range(2000)])  # type: ignore[union-attr]
+        for step in range(2000):
+            a.send(Push(step), timeout_s=SOON_S)
+        done(answering)
+        assert done(heard) == list(range(2000))
+
+
 def test_nan_and_infinity_survive_in_headers(channels: tuple[Channel[Message], Channel[Message]]) -> None:
     a, b = channels
     a.send(Push(1, weights={"nan": float("nan"), "inf": float("inf")}))
