@@ -473,7 +473,7 @@ def test_when_it_is_told_to_end_nothing_that_it_started_is_left() -> None:
 
 
 # Between them they start all but the plain script and the peers; `make soak` runs all.
-IN_EVERY_TEST_RUN = ("conv", "allreduce")
+IN_EVERY_TEST_RUN = ("allreduce",)
 
 
 @pytest.mark.parametrize(

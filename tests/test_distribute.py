@@ -336,6 +336,7 @@ def test_loops_of_all_kinds_give_the_numbers_of_one_process(alone: Run, three: R
     assert_numbers_of(alone, [three.said(replica) for replica in range(3)])
 
 
+@pytest.mark.soak
 def test_they_do_so_under_torchrun(alone: Run, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LOOPS)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -69,7 +69,9 @@ def test_a_call_of_one_process_alone_is_told_long_before_the_time_limit(start: S
     assert min(told) < 10.0  # a second, where nothing else runs
 
 
-@pytest.mark.parametrize("flags", ["--stages 2", "--replicas 2 --exchange collective"])
+@pytest.mark.parametrize(
+    "flags", [pytest.param("--stages 2", marks=pytest.mark.soak), "--replicas 2 --exchange collective"]
+)
 def test_one_that_is_slow_is_waited_for(start: Start, flags: str) -> None:
     run = start(SCRIPT, f"{flags} --timeout 60", "all 1 2.5").fine()
     assert [run.told("done", process) for process in (0, 1)] == [16, 16]

@@ -93,6 +93,7 @@ for batch in trainer.batches(torch.randn(32, 4), 8, epochs=100_000):
 """
 
 
+@pytest.mark.soak
 def test_who_was_started_again_tries_for_longer_than_a_first_contact_takes(start: Start, tmp_path: Path) -> None:
     with running() as server:
         with contextlib.closing(BadLink(server.address, random.Random(0))) as link:
