@@ -4,8 +4,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 ZOO    := .zoo
+ENGINES := .engines
+XLA    := .xla
 
-.PHONY: demo test soak bench planned peers torch-suite zoo lint format clean
+.PHONY: demo test soak engines xla bench planned peers torch-suite zoo lint format clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -15,6 +17,12 @@ test: lint
 
 soak: $(READY)
 	$(BIN)/python -m pytest -m soak --timeout 1800
+
+engines: $(ENGINES)/.ready
+	$(ENGINES)/bin/python -m pytest tests/engines --timeout 1800
+
+xla: $(XLA)/.ready
+	PJRT_DEVICE=CPU $(XLA)/bin/python -m pytest tests/contract/test_devices.py -m soak --timeout 1800
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks
@@ -46,13 +54,24 @@ $(READY): pyproject.toml constraints-dev.txt
 	$(BIN)/pip install --quiet --constraint constraints-dev.txt --editable ".[dev]"
 	touch $@
 
-# Sees all that .venv has, torch above all, and adds what the zoo needs beside it.
+# See all that .venv has, torch above all, and add what the zoo, or the tests of engines, need beside it.
+$(ZOO)/.ready: NEEDS := benchmarks/zoo/requirements.txt
 $(ZOO)/.ready: $(READY) benchmarks/zoo/requirements.txt
-	test -x $(ZOO)/bin/python || $(BIN)/python -m venv $(ZOO)
+$(ENGINES)/.ready: NEEDS := tests/engines/requirements.txt
+$(ENGINES)/.ready: $(READY) tests/engines/requirements.txt
+$(ZOO)/.ready $(ENGINES)/.ready:
+	test -x $(@D)/bin/python || $(BIN)/python -m venv $(@D)
 	$(BIN)/python -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" \
-	    > $$($(ZOO)/bin/python -c "import site; print(site.getsitepackages()[0])")/development.pth
-	$(ZOO)/bin/pip install --quiet --constraint constraints-dev.txt --requirement benchmarks/zoo/requirements.txt
+	    > $$($(@D)/bin/python -c "import site; print(site.getsitepackages()[0])")/development.pth
+	$(@D)/bin/pip install --quiet --constraint constraints-dev.txt --requirement $(NEEDS)
+	touch $@
+
+# Another torch, with a device that is an accelerator to it: 7 GB of wheels.
+$(XLA)/.ready: pyproject.toml
+	test -x $(XLA)/bin/python || $(PYTHON) -m venv $(XLA)
+	$(XLA)/bin/pip install --quiet torch==2.9.0 torch_xla==2.9.0
+	$(XLA)/bin/pip install --quiet --editable . pytest pytest-timeout psutil hypothesis
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(ZOO) .peers build dist *.egg-info
+	rm -rf $(VENV) $(ZOO) $(ENGINES) $(XLA) .peers build dist *.egg-info

@@ -28,6 +28,9 @@ SUITE = (
     "allreduce",
     "memory",
     "hosts",
+    "converge",
+    "every",
+    "spread_servers",
     "start",
     "servers",
     "straggler",
@@ -40,6 +43,7 @@ SUITE = (
     "stages",
     "predict",
     "serving",
+    "quantize",
     "tiles",
     "published",
     "trials",
@@ -80,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    about = "\n".join(f"  {name:11}{_about(name)}" for name in SUITE)
+    about = "\n".join(f"  {name:15}{_about(name)}" for name in SUITE)
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=DESCRIPTION,

@@ -1,4 +1,4 @@
-"""The peers that live in environments of their own: `python -m benchmarks.peers` (`make peers`) makes them.
+"""The peers that live in environments of their own: `python -m benchmarks.peers [NAME …]` (`make peers`) makes them.
 
 TensorFlow and Ray bring versions of packages that need not get along with one another or with the project's, so each
 has a folder under `.peers/`. torch's RPC comes with torch, and needs none. Without a peer its benchmark runs all the
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +34,7 @@ class Peer:
             return None
         source = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
         for wanted, *_ in self.packages:
-            name = wanted.partition("==")[0]
+            name = wanted.partition("==")[0].partition("[")[0]
             asked = subprocess.run([self.python, "-c", source, name], capture_output=True, text=True)
             if asked.returncode == 0:
                 return asked.stdout.strip()
@@ -44,11 +44,19 @@ class Peer:
 PEERS: Mapping[str, Peer] = {
     "TensorFlow": Peer("tensorflow", (("tensorflow-cpu==2.21.0",), ("tensorflow==2.21.0",))),
     "Ray": Peer("ray", (("ray==2.60.0", "numpy==2.4.6"),)),
+    "Ray Serve": Peer("ray_serve", (("ray==2.60.0", "ray[serve]==2.60.0", "torch==2.13.0", "numpy==2.4.6"),)),
+    "LitServe": Peer("litserve", (("litserve==0.2.19", "torch==2.13.0", "numpy==2.4.6"),)),
+    "FastAPI": Peer("fastapi", (("fastapi==0.162.7", "uvicorn[standard]", "torch==2.13.0", "numpy==2.4.6"),)),
+    "Ray Tune": Peer("ray_tune", (("ray[tune]==2.60.0", "numpy==2.4.6"),)),
 }
 
 
-def main() -> int:
-    for name, peer in PEERS.items():
+def main(names: Sequence[str]) -> int:
+    for name in names or PEERS:
+        if name not in PEERS:
+            print(f"there is no peer {name!r}: give some of {', '.join(PEERS)}", file=sys.stderr)
+            return 2
+        peer = PEERS[name]
         version = peer.version()
         if version is None:
             problem = _install(peer)
@@ -83,4 +91,4 @@ def _last_error(stderr: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,10 +1,10 @@
 """Trials of hyperparameters: two at a time against one after the other, and what the search adds to a trial.
 
 All make the same trials of `examples/trials.py`. Beside `paceline tune` there are the bare commands in sequence, plain
-`python` and `paceline run`, each a process that starts Python and imports torch; and Optuna's own parallel search, with
-an objective that starts the script, as its users do. What scheduling costs is the time of `paceline tune --parallel 1`
-less that of the same `paceline run`s by themselves, divided by their number; Optuna and the plot, which are loaded
-once, are in it.
+`python` and `paceline run`, each a process that starts Python and imports torch; and the parallel searches of Optuna
+and of Ray Tune (`make peers`), with an objective that starts the script, as their users do. What scheduling costs is
+the time of `paceline tune --parallel 1` less that of the same `paceline run`s by themselves, divided by their number;
+Optuna and the plot, which are loaded once, are in it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.measure import Claim, Result, Setting, per_round, time_in_turns
+from benchmarks.peers import PEERS
 from benchmarks.processes import Failed
 
 TITLE = "Seconds for trials of the digits example"
@@ -56,6 +57,7 @@ def run(setting: Setting) -> Result:
     size = SIZES[setting.scale]
     one, two = (f"paceline tune --parallel {count}" for count in (1, 2))
     runs, bare, optuna = "paceline run, in sequence", "python, in sequence", "Optuna, n_jobs=2, starting the script"
+    ray = "Ray Tune, 2 CPUs, starting the script"
     contestants: dict[str, Callable[[], float]] = {
         one: partial(_tune, size, 1),
         two: partial(_tune, size, 2),
@@ -63,11 +65,17 @@ def run(setting: Setting) -> Result:
         bare: partial(_in_sequence, size, [EXAMPLE]),
         optuna: partial(_optuna, size),
     }
+    peer, missing = PEERS["Ray Tune"], ()
+    if peer.version() is not None:
+        contestants[ray] = partial(_ray, size)
+    else:
+        missing = ("Ray Tune is not installed: make peers.",)
     series = time_in_turns(contestants, setting, "s")
     both = zip(series[one].rounds, series[runs].rounds, strict=True)
     overhead_ms = statistics.median(1000 * (tune - alone) / size.trials for tune, alone in both)
     note = (
-        f"Scheduling costs {overhead_ms:.0f} ms a trial beyond the same `paceline run`, what is loaded once included."
+        f"Scheduling costs {overhead_ms:.0f} ms a trial (wanted: at most 20) beyond the same `paceline run`, what is "
+        "loaded once included."
     )
     setting.say(note)
     return Result(
@@ -81,8 +89,13 @@ def run(setting: Setting) -> Result:
             ),
             Claim(text="paceline tune over bare python in sequence", rounds=per_round(series[one], series[bare])),
             Claim(text="paceline tune over Optuna, two at a time", rounds=per_round(series[two], series[optuna])),
+            *(
+                Claim(text=f"paceline tune over {name}, two at a time", rounds=per_round(series[two], series[which]))
+                for name, which in (("Ray Tune", ray),)
+                if which in series
+            ),
         ),
-        notes=(note,),
+        notes=(note, *missing),
     )
 
 
@@ -117,6 +130,19 @@ def _in_sequence(size: Size, command: Sequence[str]) -> float:
             _finish([*command, *arguments], folder)
 
     return _timed(all_of_them)
+
+
+def _ray(size: Size) -> float:
+    rates, widths = (",".join(map(str, values)) for values in (size.rates, size.widths))
+    script = str(Path(__file__).parent / "scripts" / "ray_trials.py")
+    command = [str(PEERS["Ray Tune"].python), script, sys.executable, EXAMPLE, str(size.epochs), rates, widths]
+
+    def search(folder: Path) -> None:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise Failed(f"{shlex.join(command)} ended with code {done.returncode}:\n{done.stderr[-1000:]}")
+
+    return _timed(search)
 
 
 def _optuna(size: Size) -> float:

@@ -6,7 +6,8 @@ step or a save, so all replicas must make the same calls in the same order, and 
     post the size ──▶ all have: the first member makes shared memory for all ──▶ write one's part ──▶ arrive
 
 Who dies before it has arrived has given nothing, and the others try again without it. Who dies later has given, and
-what it gave is in memory that the others hold. Between hosts everybody adds up zeros and what its own host gave.
+what it gave is in memory that the others hold. Between hosts everybody adds up zeros and what its own host gave, and
+all hosts decide that they have got it, as with a step.
 
 Values are numbers, texts, lists and dicts, with tensors anywhere in them; they travel as msgpack, never as pickle. In
 one plain process they make the same journey, so that a script meets no surprise later.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import atexit
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -26,11 +27,12 @@ from torch import nn
 
 from paceline.errors import InvalidInput, ReplicaDied, StrategyError
 from paceline.exchange.board import COLLECTIVE_BITS, Members
-from paceline.exchange.other_hosts import OtherHosts
 from paceline.exchange.together import Together
 from paceline.exchange.words import Kind, Phase, Word
 from paceline.memory.arena import Arena
-from paceline.mirrored.opening import meet
+from paceline.mirrored.between_hosts import BetweenHosts, OneHost
+from paceline.mirrored.link_maker import LinkMaker
+from paceline.mirrored.opening import find_others
 from paceline.run_place import Place, find_place
 
 _TENSOR = 1  # the kind of msgpack extension that is a tensor
@@ -98,19 +100,24 @@ class _Others:
 
     def __init__(self, place: Place) -> None:
         self._devices = place.strategy.devices
-        place, board, self._links = meet(nn.Module(), place, purpose="calls")
-        board.announce(place.row)
+        place, self._together, links = find_others(nn.Module(), place, purpose="calls")
+        self._together.board.announce(place.row)
         self._rows = place.rows
-        self._together = Together(board, place.row, place.strategy.timeout_s)
-        if self._links is not None:
-            OtherHosts(self._together, self._links)
+        self._hosts = _HostsOfCalls(self._together, links, self._tell) if links is not None else OneHost()
 
     def exchange(self, kind: Kind, given: bytes) -> list[bytes]:
         """What every replica gives; of one that is cut, what its first device does."""
-        found = self._together.attempt(lambda members: self._on_host(members, kind, given))
+
+        def one_try(members: Members) -> dict[int, bytes]:
+            found = self._on_host(members, kind, given)
+            if self._hosts.several:
+                self._hosts.enter(members)
+                found = self._between_hosts(found)
+                self._hosts.decide(members)
+            return found
+
+        found = self._together.attempt(one_try)
         self._together.board.enter(self._together.replica, Phase.BETWEEN)
-        if self._links is not None:
-            found = self._between_hosts(found)
         return [found[rank] for rank in sorted(found) if rank % self._devices == 0]
 
     def _on_host(self, members: Members, kind: Kind, given: bytes) -> dict[int, bytes]:
@@ -149,22 +156,52 @@ class _Others:
             arena = self._together.attach(first, board.get(first, Word.PID), board.get(first, Word.SEGMENT))
         return arena
 
+    def _tell(self, members: Members, number: int, data: bytes) -> bytes:
+        """What the first member has as `data`; `number` and the next are posted."""
+        board, first = self._together.board, members.first
+        if first == members.replica:
+            arena = Arena.create(max(1, len(data)), "what the first member has heard from other hosts")
+            arena.view(0, torch.uint8, [len(data)]).numpy().data[:] = data
+            board.set(first, Word.SEGMENT, arena.descriptor)
+            board.set(first, Word.GIVES, len(data))
+        self._post(members, number, [first])
+        if first != members.replica:
+            arena = self._together.attach(first, board.get(first, Word.PID), board.get(first, Word.SEGMENT))
+            data = arena.view(0, torch.uint8, [board.get(first, Word.GIVES)]).numpy().tobytes()
+        self._post(members, number + 1, members.ranks)  # until all have it
+        return data
+
     def _between_hosts(self, found: Mapping[int, bytes]) -> dict[int, bytes]:
         """By rank, from what this host's rows gave."""
-        links = self._links
-        assert links is not None
-        first = links.host * self._rows
-        sizes = torch.zeros(links.hosts * self._rows, dtype=torch.int64)
+        hosts = self._hosts
+        first = hosts.number * self._rows
+        sizes = torch.zeros(hosts.most * self._rows, dtype=torch.int64)
         for row, given in found.items():
             sizes[first + row] = 1 + len(given)  # 0: nobody is left in that row
-        lengths = [size - 1 for size in links.sum(sizes).tolist()]
+        lengths = [size - 1 for size in hosts.sum(sizes).tolist()]
         stops = list(accumulate(max(0, length) for length in lengths))
         everything = torch.zeros(stops[-1], dtype=torch.uint8)
         for row, given in found.items():
             everything.numpy().data[stops[first + row] - len(given) : stops[first + row]] = given
-        flat = links.sum(everything).numpy().tobytes() if stops[-1] else b""
+        flat = hosts.sum(everything).numpy().tobytes() if stops[-1] else b""
         pairs = enumerate(zip(stops, lengths, strict=True))
         return {rank: flat[stop - length : stop] for rank, (stop, length) in pairs if length >= 0}
+
+
+class _HostsOfCalls(BetweenHosts):
+    """The other hosts, for calls that have no model, and so no shared memory but what a call makes."""
+
+    def __init__(self, together: Together, links: LinkMaker, tell: Callable[[Members, int, bytes], bytes]) -> None:
+        """`tell` has all members of this host know what the first has."""
+        super().__init__(together, links, "fp32")  # sums of calls are never coded
+        self._tell, self._told, self._told_in = tell, 0, 0
+
+    def _as_the_first_has_it(self, total: torch.Tensor, members: Members) -> torch.Tensor:
+        if self._told_in != members.tag:
+            self._told_in, self._told = members.tag, 0
+        self._told += 1
+        data = self._tell(members, 2 * self._told, total.view(torch.uint8).numpy().tobytes())
+        return torch.frombuffer(bytearray(data), dtype=total.dtype).view(total.shape)
 
 
 # ── values as bytes ──────────────────────────────────────────────────────────────────────────────────────────

@@ -11,11 +11,13 @@ inside `pl.deadline(1.0)` have a second each. It holds for what the thread calls
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 
-from paceline.errors import InvalidInput, StrategyError
+from paceline.errors import DeadlineExceeded, InvalidInput, StrategyError
 
 _LIMIT: ContextVar[float | None] = ContextVar("paceline_deadline", default=None)
 
@@ -41,6 +43,31 @@ def shortest(own_s: float | None = None) -> float | None:
     """
     around_s = _LIMIT.get()
     return min((limit_s for limit_s in (own_s, around_s) if limit_s is not None), default=None)
+
+
+@dataclass(frozen=True)
+class CallLimit:
+    """The limit of one call that has begun."""
+
+    limit_s: float
+    until: float  # by the clock of the machine
+
+    def is_late(self) -> bool:
+        return time.monotonic() > self.until
+
+    def exceeded(self, who: str) -> DeadlineExceeded:
+        return DeadlineExceeded(who, self.limit_s, time.monotonic() - self.until)
+
+
+def call_limit() -> CallLimit | None:
+    """Returns the limit of a call that begins now; None: it takes as long as it takes."""
+    limit_s = shortest()
+    return CallLimit(limit_s, time.monotonic() + limit_s) if limit_s is not None else None
+
+
+def hold_always(limit_s: float) -> None:
+    """Has every call of this thread have that limit, from now on (`--operation-timeout`)."""
+    _LIMIT.set(limit_s)
 
 
 def forget_deadline() -> None:

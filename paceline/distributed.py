@@ -30,9 +30,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.errors import LaunchError, ModelError, ReplicaDied, StrategyError
-from paceline.exchange.board import Board, Members
+from paceline.exchange.board import Members
+from paceline.exchange.host_sums import HostSums
 from paceline.exchange.links import Links
 from paceline.exchange.together import Together
+from paceline.exchange.wire_names import matrix_rank
 from paceline.exchange.words import Kind, Phase, Word
 from paceline.machine import check_shared_words
 from paceline.mirrored.opening import meet
@@ -74,6 +76,12 @@ def distribute(model: Model, optimizer: SomeOptimizer) -> tuple[Model, SomeOptim
         )
     if (split := where.strategy.split) is not None:
         raise StrategyError("split", split.words, "a loop of one's own is not cut; use pl.Trainer, or give --replicas")
+    strategy = where.strategy
+    if not strategy.on_servers and strategy.steps_locally:
+        field, value = ("gossip", "set") if strategy.gossip else ("every", strategy.every)
+        raise StrategyError(field, value, "a loop of one's own exchanges gradients at each backward; use pl.Trainer")
+    if matrix_rank(strategy.wire) is not None:
+        raise StrategyError("wire", strategy.wire, "a loop of one's own keeps no bases; use pl.Trainer, or topk:0.01")
     if where.slow:
         raise StrategyError("slow", slow_words(where.slow), "a loop of one's own computes by itself; use pl.Trainer")
     if where.world == 1 and where.board is None:
@@ -111,17 +119,23 @@ class _SharedGradients(SharedModel):
 class _GradientMean:
     """The hooks behind one distributed model."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, where: Place, board: Board, links: Links | None) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, where: Place, together: Together, links: Links | None
+    ) -> None:
         if where.restarted:
             raise ReplicaDied(
                 f"replica {where.row} was started again, but a loop under pl.distribute cannot be joined in the "
                 "middle: use pl.Trainer, or --on-failure continue"
             )
         self._model = model
-        self._board = board
+        board = self._board = together.board
         self._replica = where.row
-        self._together = Together(board, where.row, where.strategy.timeout_s)
+        self._together = together
         self._links = links
+        self._sums = None
+        if links is not None:
+            device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+            self._sums = HostSums.by_value(links, where.strategy.wire, device)
         board.announce(self._replica)
         given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         averaged = [parameter for parameter in model.parameters() if parameter.requires_grad or parameter in given]
@@ -143,12 +157,12 @@ class _GradientMean:
 
     def _share(self) -> None:
         """Come to have room in common for gradients and for buffers as the model has them now."""
-        self._shared = _SharedGradients(self._model, self._asks, self._together, several_hosts=False)
+        self._shared = _SharedGradients(self._model, self._asks, self._together)
         self._shared.share()
         if self._links is not None:
             self._shared.compare_hosts(self._links.sum, self._links.hosts)
         arena = self._arena = self._shared.arena
-        self._reducer = MeanReducer(self._together, arena, self._links)
+        self._reducer = MeanReducer(self._together, arena, self._sums, self._links.hosts if self._links else 1)
         self._parameters = self._shared.trained
         self._views = [arena.gradient(self._replica, arena.layout.slots[i]) for i in range(len(self._parameters))]
         self._touched: list[bool] = []
@@ -212,8 +226,8 @@ class _GradientMean:
         for parameter, view, is_used in zip(self._parameters, self._views, used, strict=False):
             if is_used and parameter.grad is not view:
                 parameter.grad = view
-        if self._links is not None:
-            self._links.commit()
+        if self._sums is not None:
+            self._sums.commit()
         self._board.enter(self._replica, Phase.BETWEEN)
         self._exchange_ended_ns = time.monotonic_ns()
 

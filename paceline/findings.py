@@ -67,7 +67,13 @@ class TrialAsked(msgspec.Struct, frozen=True, tag="asked"):
     name: str
 
 
-Message = TrainingBegan | Finding | ServersAccount | TrialAsked
+class ModelSaved(msgspec.Struct, frozen=True, tag="saved"):
+    """The script has saved a checkpoint."""
+
+    path: str
+
+
+Message = ModelSaved | TrainingBegan | Finding | ServersAccount | TrialAsked
 
 
 class MessageWriter:

@@ -37,6 +37,9 @@ class Recording(msgspec.Struct, frozen=True):
     tables: bool = False  # the strategy has sparse embeddings on servers
 
 
+MODELS = "models"  # in a run folder: what a script has forgotten to save
+
+
 class ServersPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Where the servers are, and how to be let in."""
 
@@ -70,14 +73,18 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     host: int = 0
     hosts: int = 1
     board: int | None = None  # descriptor of the host's board; None: agree on one through the rendezvous
-    rendezvous: str | None = None  # address:port of the store that joins the hosts
+    rendezvous: str | None = None  # address:port of the store that joins the hosts, or where their supervisors meet
+    address: str = "127.0.0.1"  # of this machine, at which the other hosts reach it, if their supervisors have met
     master: str | None = None  # address:port for a process group that the script itself makes, as torchrun gives it
     findings: int | None = None  # descriptor of the pipe in which this process tells what it found
     run_folder: str | None = None
+    restarts: bool = False  # replicas that die are started again, and join
+    operation_timeout_s: float | None = None  # of every call of the script's
     restarted: bool = False  # a new process in the place of one that died
     save_on_stop: str | None = None
     most_steps: int | None = None  # of the whole run, after which it stops
     slow: dict[int, float] = {}  # by replica: how many times as long its computing is made to take
+    accelerators: list[str] = []  # devices of torch's on this host, which its replicas take in turn; [] : not said
     strategy: Strategy = Mirrored()
     servers: ServersPlace | None = None
     recording: Recording | None = None
@@ -88,6 +95,19 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     serving: Literal["trainer", "batch"] | None = None  # hand the model over there, instead of training it (`serve`)
     profiling: ProfileRequest | None = None  # measure the first step instead of making it, and end (`paceline plan`)
     reaching: EvaluationWanted | None = None  # train nothing, and end where this is evaluated (`paceline ensemble`)
+
+    @property
+    def accelerator(self) -> str:
+        """The device of torch's for this replica, such as cuda:1: one of those that were given, or this host's in turn;
+        cpu, if it has none."""
+        if self.accelerators:
+            return self.accelerators[self.row % len(self.accelerators)]
+        import torch  # whoever asks has it
+
+        if not torch.accelerator.is_available():
+            return "cpu"
+        found, count = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
+        return f"{found.type}:{self.row % count}" if found is not None else "cpu"
 
     @property
     def rank(self) -> int:

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from paceline.deadlines import forget_deadline, shortest
+from paceline.deadlines import CallLimit, forget_deadline, shortest
 from paceline.errors import DeadlineExceeded
 from paceline.torch_private import is_compiled
 
@@ -142,6 +142,19 @@ def around(model: nn.Module, stopping: AbstractContextManager[Any]) -> AbstractC
     """Returns what to enter around a call of this model. One that is compiled has no operators to stop before."""
     with stopping:  # raises if its caller has left
         return contextlib.nullcontext() if is_compiled(model) else stopping
+
+
+def in_time(model: nn.Module, limit: CallLimit | None) -> AbstractContextManager[Any]:
+    """Returns what to enter around a training step's computing, in the caller's own thread: `CallGivenUp` is raised
+    before the first operator of forward that is late. Backward runs on: what it does is known before its end only to
+    itself."""
+    return contextlib.nullcontext() if limit is None else around(model, StopBetweenOperators(limit.is_late))
+
+
+def check_in_time(limit: CallLimit | None) -> None:
+    """Raises if the time is over: the last look before something is changed."""
+    if limit is not None and limit.is_late():
+        raise CallGivenUp
 
 
 def _autocast_here() -> list[torch.autocast]:

@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 import msgspec
 
 from paceline.errors import StrategyError, nearest_first
-from paceline.exchange import WIRES
+from paceline.exchange.wire_names import WIRES, check_wire, matrix_rank
 from paceline.rules import Rule, Sync
 from paceline.split.values import Split
 
@@ -25,6 +25,7 @@ SERVER_EXCHANGES = ("auto", "tcp")
 DURABILITIES = ("none", "log", "replica")
 MOST_TIMEOUT_S = 1e7
 MOST_SERVERS = 1024
+MOST_OUTER_LR = 10.0
 
 
 class _Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,7 +41,7 @@ class _Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         _check_whole("replicas", self.replicas, 1)
-        one_of("wire", self.wire, WIRES)
+        check_wire(self.wire)
         one_of("exchange", self.exchange, self.exchanges)
         if not 0 < self.timeout_s <= MOST_TIMEOUT_S:
             raise StrategyError("timeout", self.timeout_s, "give a number of seconds above 0")
@@ -81,6 +82,9 @@ class Mirrored(_Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True,
     batchnorm: str = "exact"  # statistics over the whole batch, or (local) over each replica's part
     table_servers: int = 0  # that hold the sparse embeddings, if any do
     every: int = 1  # steps after which hosts exchange what they have come to; 1: gradients, in each step
+    gossip: bool = False  # each host with one other, instead of all with all
+    outer_momentum: float = 0.0  # of the step that is made of what all hosts have come to
+    outer_lr: float = 1.0  # its length; with 1 and no momentum it leads to the mean
 
     exchanges: ClassVar[tuple[str, ...]] = EXCHANGES
     on_servers: ClassVar[Literal[False]] = False  # whether parameters live on servers
@@ -92,14 +96,46 @@ class Mirrored(_Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True,
         one_of("batchnorm", self.batchnorm, BATCHNORMS)
         _check_whole("table_servers", self.table_servers, 0, MOST_SERVERS)
         _check_whole("every", self.every, 1)
-        if self.every > 1 and self.split is not None:
-            raise StrategyError("every", self.every, "hosts exchange the gradients of a cut model at each step so far")
-        if self.every > 1 and self.table_servers:
-            raise StrategyError("every", self.every, "tables on servers are updated at each step, leave it out")
+        self._check_local_steps()
+        if self.split is not None and matrix_rank(self.wire) is not None:
+            raise StrategyError("wire", self.wire, "matrices of a cut model lie in parts, give another wire")
         if self.split is not None and self.exchange == "collective":
             raise StrategyError("exchange", self.exchange, "devices of a cut model share memory, leave it out")
         if self.split is not None and self.table_servers:
             raise StrategyError("table_servers", self.table_servers, "a cut model has no tables on servers so far")
+
+    def _check_local_steps(self) -> None:
+        if not 0 <= self.outer_momentum < 1:
+            raise StrategyError("outer-momentum", self.outer_momentum, "give a number from 0 up to, but not, 1")
+        if not 0 < self.outer_lr <= MOST_OUTER_LR:
+            raise StrategyError("outer-lr", self.outer_lr, f"give a number above 0, up to {MOST_OUTER_LR:g}")
+        outer = {"outer-momentum": (self.outer_momentum, 0.0), "outer-lr": (self.outer_lr, 1.0)}
+        for field, value in ((field, value) for field, (value, default) in outer.items() if value != default):
+            if self.gossip:
+                raise StrategyError(field, value, "no step is made of what all hosts have come to, leave out --gossip")
+            if self.every == 1:
+                raise StrategyError(field, value, "it is of steps that hosts make by themselves, add --every 8")
+        if not self.steps_locally:
+            return
+        field, given = ("gossip", "set") if self.gossip else ("every", self.every)
+        if self.split is not None:
+            raise StrategyError(field, given, "hosts exchange the gradients of a cut model at each step so far")
+        if self.table_servers:
+            raise StrategyError(field, given, "tables on servers are updated at each step, leave it out")
+        if matrix_rank(self.wire) is not None:
+            raise StrategyError("wire", self.wire, f"it is of gradients, and --{field} sends none, give another wire")
+        if self.gossip and self.wire != "fp32":
+            raise StrategyError("wire", self.wire, "neighbours exchange the parameters themselves, give fp32")
+
+    @property
+    def steps_locally(self) -> bool:
+        """Whether each host makes steps of its own, and hosts exchange parameters instead of gradients."""
+        return self.every > 1 or self.gossip
+
+    @property
+    def makes_outer_steps(self) -> bool:
+        """Whether what hosts have come to is a step from where they were, and not simply averaged."""
+        return self.outer_momentum != 0.0 or self.outer_lr != 1.0
 
     @property
     def server_processes(self) -> int:
@@ -109,7 +145,8 @@ class Mirrored(_Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True,
     def flags(self) -> list[str]:
         """What `paceline run` is given to have this strategy."""
         tables = ["--only", "sparse", "--servers", str(self.table_servers)] if self.table_servers else []
-        return [*self._common_flags(), *_given(self, {"batchnorm": "--batchnorm", "every": "--every"}), *tables]
+        own = _given(self, {name: _flag(name) for name in ("batchnorm", "every", "outer_momentum", "outer_lr")})
+        return [*self._common_flags(), *own, *(["--gossip"] if self.gossip else []), *tables]
 
 
 class Centralized(_Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="centralized"):
@@ -135,6 +172,9 @@ class Centralized(_Strategy, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_whole("servers", self.servers, 1, MOST_SERVERS)
+        if self.wire not in WIRES:
+            expected = f"what it owes would not be in checkpoints of servers so far, give one of {', '.join(WIRES)}"
+            raise StrategyError("wire", self.wire, expected)
         self.rule.check_replicas(self.replicas)
         one_of("durability", self.durability, DURABILITIES)
         if self.durability == "replica" and self.servers < 2:
@@ -200,6 +240,29 @@ def _given(strategy: _Strategy, flags: dict[str, str]) -> list[str]:
     default = type(strategy)()
     given = [name for name in flags if getattr(strategy, name) != getattr(default, name)]
     return [word for name in given for word in (flags[name], str(getattr(strategy, name)).removesuffix(".0"))]
+
+
+def _flag(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
+
+
+def limited(strategy: Strategy, hosts: int, *, restarts: bool) -> str | None:
+    """Why calls of such a run cannot be given up at a deadline, in words; None: they can.
+
+    >>> limited(Mirrored(replicas=2), hosts=2, restarts=False)
+    'of several hosts'
+    """
+    if hosts > 1:
+        return "of several hosts"
+    if strategy.devices > 1:
+        return "of a model that is cut"
+    if strategy.on_servers:
+        return "of replicas that are threads" if strategy.in_graph else None
+    if strategy.exchange == "collective":
+        return "of replicas that use collectives"
+    if strategy.table_servers:
+        return "with tables on servers"
+    return "that a replica may join (--on-failure restart)" if restarts and strategy.replicas > 1 else None
 
 
 def one_of(field: str, value: str, choices: Sequence[str]) -> str:

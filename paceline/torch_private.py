@@ -35,11 +35,13 @@ if TYPE_CHECKING:
     from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
     from torch.optim import Optimizer
     from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+    from torch.utils._python_dispatch import TorchDispatchMode as QuickDispatchMode
     from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
     from torch.utils.data._utils.collate import collate as collate_by
     from torch.utils.data._utils.collate import default_collate_fn_map as collate_functions
 
     empty_tensor = torch.Tensor._make_wrapper_subclass
+    make_int8_matrix = torch._make_per_channel_quantized_tensor
     pack_matrix = torch.ops.mkldnn._reorder_linear_weight
     packed_product = torch.ops.mkldnn._linear_pointwise
     packed_product_plus = torch.ops.mkldnn._linear_pointwise.binary
@@ -48,6 +50,7 @@ __all__ = [
     "AnyBatchNorm",
     "DispatchMode",
     "PlainTensors",
+    "QuickDispatchMode",
     "TreeSpec",
     "backward_will_run",
     "collate_by",
@@ -55,6 +58,7 @@ __all__ = [
     "empty_tensor",
     "inside_torch_func",
     "keep_compiler_out",
+    "make_int8_matrix",
     "pack_matrix",
     "packed_product",
     "packed_product_plus",
@@ -94,6 +98,8 @@ _WHERE = {
     "pack_matrix": ("torch", "ops.mkldnn._reorder_linear_weight"),
     "packed_product": ("torch", "ops.mkldnn._linear_pointwise"),
     "packed_product_plus": ("torch", "ops.mkldnn._linear_pointwise.binary"),
+    # Of models in int8: whole numbers and their scales, as fbgemm's packing wants them. `quantize.kernels.can_compute`.
+    "make_int8_matrix": ("torch", "_make_per_channel_quantized_tensor"),
     # Of gradients that are written in place, a loan: whether a node's gradient is accumulated by the backward that is
     # running, and whether `torch.func` is at work.
     "backward_will_run": ("torch._C", "_will_engine_execute_node"),
@@ -101,7 +107,16 @@ _WHERE = {
 }
 
 
+def _quick_dispatch_mode() -> type:
+    """A `DispatchMode` that tells the compiler nothing, for which torch would load it: a second, and a third of that
+    for every operator's sake."""
+    mode = __getattr__("DispatchMode")
+    return type("QuickDispatchMode", (mode,), {"_should_skip_dynamo": classmethod(lambda _: False)})
+
+
 def __getattr__(name: str) -> Any:
+    if name == "QuickDispatchMode":
+        return globals().setdefault(name, _quick_dispatch_mode())
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, there = _WHERE[name]
@@ -122,6 +137,13 @@ COPY, RESHAPE = "_to_copy", "_unsafe_view"
 def schema_of(operator: Any) -> Any:
     """What an operator of a graph takes, changes and returns; None for a function that is none of torch's."""
     return getattr(operator, "_schema", None)
+
+
+def plain_function() -> Any:
+    """What a class of tensors has as `__torch_function__` to be an ordinary one; torch's guide to them says so."""
+    import torch
+
+    return torch._C._disabled_torch_function_impl
 
 
 def is_operator(value: Any) -> bool:
@@ -153,6 +175,23 @@ def masks_unread() -> Iterator[None]:
         yield
     finally:
         transformer._detect_is_causal_mask = look
+
+
+@contextmanager
+def as_if_called() -> Iterator[None]:
+    """Code that asks torch whether it is being exported is told that it is not, and does what it does when it is
+    called: `transformers` would make masks that it can do without. Where torch keeps that elsewhere, it does not."""
+    from torch import compiler
+
+    names = [name for name in ("_is_compiling_flag", "_is_exporting_flag") if hasattr(compiler, name)]
+    before = [getattr(compiler, name) for name in names]
+    try:
+        for name in names:
+            setattr(compiler, name, False)
+        yield
+    finally:
+        for name, value in zip(names, before, strict=True):
+            setattr(compiler, name, value)
 
 
 def expression_of(size: torch.SymInt) -> Any:
@@ -305,6 +344,20 @@ def can_pack() -> bool:
 
     there = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return there and all(hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise"))
+
+
+def gloo_group(store: Any, rank: int, count: int, timeout: timedelta, address: str | None) -> Any:
+    """Ranks that exchange what lies in main memory. `address`: of this machine, at which others reach it, which can be
+    given by no public name; None: whatever Gloo finds."""
+    from torch import distributed
+
+    gloo: Any = distributed.ProcessGroupGloo
+    if address is None:
+        return gloo(store, rank, count, timeout)
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=address)]
+    options._timeout, options._threads = timeout, 2
+    return gloo(store, rank, count, options)
 
 
 def nccl_group(store: Any, rank: int, count: int, timeout: timedelta) -> Any:

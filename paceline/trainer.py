@@ -35,12 +35,13 @@ from paceline.loop.reached import EvaluationReached
 from paceline.loop.telling import check_name, check_values
 from paceline.loop.training_loop import Training, TrainingLoop
 from paceline.opening import open_engine
+from paceline.optim.host_copy import check_device
 from paceline.optim.models import evaluating
 from paceline.rules import Rule
 from paceline.run_place import find_place, settle
 from paceline.split.cut import Loss
 from paceline.stoppable_calls import StoppableCalls, around
-from paceline.strategy import Strategy
+from paceline.strategy import Strategy, limited
 from paceline.trial_values import find_trial
 from paceline.verify.precision import open_precision
 
@@ -85,6 +86,8 @@ class Trainer:
         self._place = msgspec.structs.replace(settle(find_place(), strategy), dims=dict(dims or {}))
         if self._place.serving == "trainer":
             raise ModelFound(model, self._place.dims, None)
+        if self._place.accelerators:
+            check_device(model, self._place.accelerator)
         precision = self._precision = open_precision(
             self._place.recording, is_reference=self._place.started_by == "reference"
         )
@@ -221,9 +224,15 @@ class Trainer:
 
     def step(self, batch: Any) -> float:
         """Train on a batch that `batches` yielded. Returns the mean loss over the whole batch."""
-        refuse_deadline("a training step", "leave the deadline out around it; paceline run --longest limits a run")
+        self._check_deadline("a training step")
         self._calls.settle()
         return self._loop.step(batch)
+
+    def _check_deadline(self, what: str) -> None:
+        """Refuses to give up a call where that would leave something half done."""
+        place = self._place
+        if (why := limited(place.strategy, place.hosts, restarts=place.restarts)) is not None:
+            refuse_deadline(f"{what} {why}", "leave the deadline out around it; paceline run --longest limits a run")
 
     def evaluate(
         self,
@@ -244,8 +253,9 @@ class Trainer:
         The model is in eval mode and the samples are divided among the replicas, in batches of at most `batch_size`
         (256, or that of a DataLoader). `workers` processes load them.
         """
-        if self._place.world > 1 or self._place.strategy.on_servers:
-            refuse_deadline("an evaluation that several processes make together", "evaluate in one process")
+        self._check_deadline("an evaluation")
+        if self._place.strategy.on_servers:
+            refuse_deadline("an evaluation that replicas of servers make together", "use trainer.predict")
         asked = settle_data(DataSettings(dataset, batch_size, collate=collate, workers=workers))
         if name is not None:
             check_name("name of the evaluation", name)
@@ -257,7 +267,7 @@ class Trainer:
         with self._open_feed(asked) as feed:
             evaluation = self._evaluation(feed, metric, at_once)
             self._loop.engine.rest()
-            if shortest() is not None:
+            if shortest() is not None and self._place.world == 1:
                 self._sum_up_in_time(evaluation)
             self._calls.settle()
             with evaluating(self.model), torch.no_grad():

@@ -15,7 +15,7 @@ def checksum(model: nn.Module) -> str:
     """Of all parameters and buffers, to the last bit."""
     digest = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
-        digest.update(name.encode() + value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(name.encode() + value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

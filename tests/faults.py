@@ -1,6 +1,8 @@
 """Faults that read as sentences.
 
     kill(replica=1).at(step=3).in_("backward")
+    kill_host(of=4).at(step=5).in_("update")
+    cut_off(host_of=2).at(step=1).in_("waiting")
 
 A test gives them to a script as JSON. There the process that is meant arms itself, and kills itself with SIGKILL at
 exactly that moment and in the worst possible way: in the middle of an update it first scribbles over everything the
@@ -10,16 +12,18 @@ was started in the place of the one before. A fault that has happened leaves a f
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import shlex
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -56,6 +60,7 @@ class Fault:
     replica: int
     step: int = 0
     moment: str = "between"
+    what: str = "replica"  # that is killed; or all of its host, or only its host's link or its host stopped
 
     def at(self, step: int) -> Fault:
         return replace(self, step=step)
@@ -67,6 +72,32 @@ class Fault:
 
 def kill(replica: int) -> Fault:
     return Fault(replica)
+
+
+def kill_host(of: int) -> Fault:
+    """All processes of an emulated host, its supervisor among them."""
+    return Fault(of, what="host")
+
+
+def cut_off(host_of: int) -> Fault:
+    """The link of an emulated host falls silent: nothing is closed, and all processes go on."""
+    return Fault(host_of, what="link")
+
+
+def stop_host(of: int) -> Fault:
+    """All processes of an emulated host are stopped, until somebody has them go on."""
+    return Fault(of, what="stopped")
+
+
+def processes_beside(process: int | str = "self") -> list[int]:
+    """Those on the same emulated host, which is that one's network namespace."""
+    here = os.readlink(f"/proc/{process}/ns/net")
+    found = []
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{name}/ns/net") == here:
+                found.append(int(name))
+    return found
 
 
 def as_argument(faults: Sequence[Fault]) -> str:
@@ -102,10 +133,18 @@ def arm(faults: Sequence[Fault], replica: int, steps: Callable[[], int]) -> Call
 
 
 def _arm(fault: Fault, mark: Path, steps: Callable[[], int]) -> Callable[[str], None]:
-    def die(*_: Any, **__: Any) -> NoReturn:
+    def die(*_: Any, **__: Any) -> None:
+        if mark.exists():
+            return
         mark.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError("cannot be reached")
+        if fault.what == "link":
+            subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+            return
+        number = signal.SIGSTOP if fault.what == "stopped" else signal.SIGKILL
+        for process in processes_beside() if fault.what != "replica" else ():
+            if process != os.getpid():
+                os.kill(process, number)
+        os.kill(os.getpid(), number)
 
     def due() -> bool:
         return steps() == fault.step

@@ -6,6 +6,7 @@ Run by `test_same_calls.py`. The last difference ends the run.
 from __future__ import annotations
 
 import json
+import random
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -29,6 +30,14 @@ class Rows(torch.utils.data.Dataset[torch.Tensor]):
 
 class SameRows(Rows):
     """Another class."""
+
+
+class Files(Rows):
+    """As users list them, each process in an order of its own."""
+
+    def __init__(self) -> None:
+        self.names = [f"{index}.png" for index in range(len(X))]
+        random.Random(int(ODD)).shuffle(self.names)
 
 
 class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
@@ -103,6 +112,11 @@ CASES = {
     "drop_last": lambda: train(X[:39], drop_last=ODD),
     "values": lambda: train(X + int(ODD)),
     "indices": lambda: train(torch.utils.data.Subset(Rows(), range(ODD, 39 + ODD))),
+    "pairs": lambda: train(
+        sorted(zip(X, range(40), strict=True), key=lambda pair: pair[1], reverse=ODD),
+        collate=lambda pairs: torch.stack([x for x, _ in pairs]),
+    ),
+    "files": lambda: train(Files()),
     "stream": lambda: train(Stream(ODD, 2)),
     "class": lambda: train(SameRows() if ODD else Rows()),
     "accumulate": lambda: train(options={"accumulate": 2 if ODD else 1}),

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from conftest import Start
 from torch import nn
 
 import paceline as pl
+from paceline.cli import main
 from paceline.errors import InvalidInput, StrategyError
 
 
@@ -115,16 +119,97 @@ def test_a_trainer_predicts_and_evaluates_within_a_deadline(model: Gated) -> Non
     assert trainer.steps == 2
 
 
-def test_a_step_is_refused_and_can_then_be_made(model: Gated) -> None:
-    trainer = trained(model)
-    for batch in trainer.batches(torch.randn(4, 4), 4):
-        with (
-            pl.deadline(1.0),
-            pytest.raises(StrategyError, match=r"deadline is 1.0: a training step cannot be given up"),
-        ):
-            trainer.step(batch)
+def trained_in_time(limit_s: float | None, late_at: int | None = None) -> tuple[Any, list[float], list[Any]]:
+    """What comes of a training whose forward is late once, in the middle of a step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+    data = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
+    calls, losses, given_up = 0, [], []
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        out = model(x)
+        if calls == late_at:
+            assert limit_s is not None
+            time.sleep(limit_s * 1.1)
+        return out.pow(2).mean()
+
+    trainer = pl.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loss)
+    for batch in trainer.batches(data, 4, epochs=2):
+        try:
+            with pl.deadline(limit_s) if limit_s is not None else contextlib.nullcontext():
+                losses.append(trainer.step(batch))
+        except pl.DeadlineExceeded as late:
+            given_up.append((late.who, late.limit_s))
+    assert trainer.ledger is not None
+    trainer.ledger.check()
+    assert trainer.steps == 6
+    return model.state_dict(), losses, given_up
+
+
+def test_a_step_that_was_given_up_leaves_nothing_and_is_drawn_again() -> None:
+    expected, losses, _ = trained_in_time(None)
+    found, also, given_up = trained_in_time(3.0, late_at=3)
+    assert given_up
+    assert set(given_up) == {("the step", 3.0)}
+    assert also == losses
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+
+
+MIRRORED = """
+import json, os, time, torch, paceline as pl
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+data = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+calls, given_up = 0, []
+def loss(model, x):
+    global calls
+    calls += 1
+    out = model(x)
+    if calls == 2 and os.environ["RANK"] == "1":
+        time.sleep(LIMIT * 1.1)
+    return out.pow(2).mean()
+trainer = pl.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+for batch in trainer.batches(data, 4, epochs=2):
+    try:
         trainer.step(batch)
-    assert trainer.steps == 1
+    except pl.DeadlineExceeded as late:
+        given_up.append(late.who)
+trainer.ledger.check()
+sums = [value.double().sum().item() for value in model.state_dict().values()]
+print(json.dumps({"given_up": given_up, "steps": trainer.steps, "sums": sums}))
+"""
+
+
+@pytest.mark.timeout(180)
+def test_replicas_give_a_step_up_all_together_and_name_the_late_one(start: Start) -> None:
+    limited = start(MIRRORED.replace("LIMIT", "8.0"), "--replicas 2 --operation-timeout 8").fine(150)
+    plain = start(MIRRORED.replace("LIMIT", "0.0"), "--replicas 2").fine()
+    given_up = limited.told("given_up", 0)
+    assert "replica 1" in given_up
+    assert limited.told("given_up", 1) == given_up
+    for replica in range(2):
+        assert limited.told("steps", replica) == plain.told("steps", replica) == 8
+        assert limited.told("sums", replica) == plain.told("sums", replica)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--servers 1", "calls of replicas with servers"),
+        ("--stages 2", "calls of a model that is cut"),
+        ("--replicas 2 --on-failure restart", "calls that a replica may join"),
+        ("--replicas 2 --exchange collective", "calls of replicas that use collectives"),
+    ],
+)
+def test_a_limit_of_calls_that_cannot_be_given_up_is_refused(
+    flags: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", __file__, "--operation-timeout", "2", *flags.split()]) == 2
+    assert f"operation-timeout is 2.0: {words}" in capsys.readouterr().err
 
 
 def test_what_is_no_limit() -> None:

@@ -144,9 +144,10 @@ def test_hosts_stop_together_when_the_first_has_seen_the_target(start: Start) ->
     assert ended["bytes_sent"] > 1000
     other = [json.loads(line) for line in (run.path / "host-1" / "events.jsonl").read_text().splitlines()]
     assert not [entry for entry in other if entry["event"] == "found"]
-    assert (other[-1]["exit_code"], other[-1]["stopped_by"]) == (0, "another host")
+    assert (other[-1]["exit_code"], other[-1]["stopped_by"]) == (0, "until")
 
 
+@pytest.mark.soak
 def test_servers_stop_after_the_longest_time(start: Start) -> None:
     run = start(SCRIPT, '--until "eror<=0" --longest 0.5s --replicas 2 --servers 1', "'' 100000").end()
     assert run.code == NOT_REACHED
@@ -154,6 +155,7 @@ def test_servers_stop_after_the_longest_time(start: Start) -> None:
     assert run.events[-1]["stopped_by"] == "longest"
 
 
+@pytest.mark.soak
 def test_a_slow_replica_takes_as_many_times_as_long(start: Start) -> None:
     quick = start(SCRIPT, "--replicas 2", "'' 1 0 0.02").fine()
     slow = start(SCRIPT, "--replicas 2 --slow 1:6x", "'' 1 0 0.02").fine()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch.nn.functional as F
 from conftest import Run, Start
 from torch import nn
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="making network namespaces needs root")
+from paceline.mirrored.gossip import partner
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="making network namespaces needs root")
 
 SCRIPT = """
 import json, torch, torch.nn.functional as F, paceline as pl
@@ -36,8 +39,17 @@ print(json.dumps({"ledger": trainer.ledger.check(), "evaluated": trainer.evaluat
 STEPS, EVERY = 10, 4
 
 
-def by_hand() -> tuple[dict[str, list[float]], float]:
-    """Two hosts that each train on their half of every batch, and take the mean after 4, 8 and (the end) 10 steps."""
+Held = dict[str, torch.Tensor]
+
+
+def mean(states: Sequence[Held]) -> Held:
+    return {name: torch.stack([state[name] for state in states]).double().mean(0) for name in states[0]}
+
+
+def by_hand(
+    hosts: int, exchange: Callable[[int, list[Held]], list[Held] | None]
+) -> tuple[dict[str, list[float]], float]:
+    """Hosts that each train on their part of every batch; `exchange(steps, states)` is what they then go on from."""
 
     def fresh() -> nn.Module:
         torch.manual_seed(0)
@@ -46,22 +58,58 @@ def by_hand() -> tuple[dict[str, list[float]], float]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(80, 6, generator=generator, dtype=torch.float64)
     y = (x @ torch.randn(6, 3, generator=generator, dtype=torch.float64)).argmax(1)
-    models = [fresh(), fresh()]
+    models = [fresh() for _ in range(hosts)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
     for step in range(STEPS):
         for host, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            part = slice(8 * step + 4 * host, 8 * step + 4 * host + 4)
+            size = 8 // hosts
+            part = slice(8 * step + size * host, 8 * step + size * (host + 1))
             optimizer.zero_grad()
             F.cross_entropy(model(x[part]), y[part]).backward()
             optimizer.step()
-        if (step + 1) % EVERY == 0 or step + 1 == STEPS:
-            states = [model.state_dict() for model in models]
-            mean = {name: (states[0][name] + states[1][name]) / 2 for name in states[0]}
-            for model in models:
-                model.load_state_dict(mean)
-    models[0].eval()
-    held = {name: value.flatten().tolist() for name, value in models[0].state_dict().items()}
-    return held, F.cross_entropy(models[0](x), y).item()
+        states = [{name: value.clone() for name, value in model.state_dict().items()} for model in models]
+        for model, state in zip(models, exchange(step + 1, states) or states, strict=True):
+            model.load_state_dict(state)
+    model = fresh()
+    model.load_state_dict(mean([model.state_dict() for model in models]))
+    model.eval()
+    held = {name: value.flatten().tolist() for name, value in model.state_dict().items()}
+    return held, F.cross_entropy(model(x), y).item()
+
+
+def mean_of_all(steps: int, states: list[Held]) -> list[Held] | None:
+    """After 4, 8 and (the end) 10 steps."""
+    return [mean(states)] * len(states) if steps % EVERY == 0 or steps == STEPS else None
+
+
+class OuterSteps:
+    """The mean change is the gradient of torch's own SGD with Nesterov's momentum."""
+
+    def __init__(self) -> None:
+        self.common: list[torch.Tensor] = []
+
+    def __call__(self, steps: int, states: list[Held]) -> list[Held] | None:
+        if not self.common:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3)).double()
+            self.names = [name for name, _ in model.named_parameters()]
+            self.common = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
+            self.outer = torch.optim.SGD(self.common, lr=0.7, momentum=0.9, nesterov=True)
+        if steps % EVERY and steps != STEPS:
+            return None
+        found = mean(states)
+        for name, parameter in zip(self.names, self.common, strict=True):
+            parameter.grad = parameter.detach() - found[name]
+        self.outer.step()
+        stepped = {name: value.detach().clone() for name, value in zip(self.names, self.common, strict=True)}
+        return [{**found, **stepped}] * len(states)
+
+
+def mean_with_one(steps: int, states: list[Held]) -> list[Held]:
+    met = [partner(host, len(states), steps - 1) for host in range(len(states))]
+    return [
+        mean([states[host], states[other]]) if other is not None else states[host] for host, other in enumerate(met)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -73,14 +121,47 @@ def values(held: dict[str, Any]) -> list[float]:
     return [value for name in sorted(held) for value in held[name]]
 
 
+@needs_root
 def test_two_hosts_of_two_replicas_are_what_the_same_is_by_hand(run: Run) -> None:
-    held, evaluated = by_hand()
+    held, evaluated = by_hand(2, mean_of_all)
     for replica in range(4):
         assert values(run.told("held", replica)) == pytest.approx(values(held), rel=1e-10), replica
         assert run.told("evaluated", replica) == pytest.approx(evaluated, rel=1e-10)
         assert run.told("ledger", replica) == "epoch 0: 80 samples, each once"
 
 
+@needs_root
 def test_all_processes_have_the_same_bits_in_the_end(run: Run) -> None:
     assert len({str(run.told("held", replica)) for replica in range(4)}) == 1
     assert Path(run.path, "host-1").is_dir()
+
+
+# Without shared memory every replica is a host of its own to the others.
+@pytest.mark.parametrize(
+    ("flags", "hosts", "exchange"),
+    [
+        (f"--replicas 2 --every {EVERY} --outer-momentum 0.9 --outer-lr 0.7", 2, OuterSteps()),
+        ("--replicas 4 --gossip", 4, mean_with_one),
+    ],
+    ids=["outer momentum", "gossip"],
+)
+def test_hosts_are_what_the_same_is_by_hand(
+    start: Start, flags: str, hosts: int, exchange: Callable[[int, list[Held]], list[Held] | None]
+) -> None:
+    run = start(SCRIPT, f"--exchange collective {flags}").fine(110)
+    held, evaluated = by_hand(hosts, exchange)
+    assert len({str(run.told("held", replica)) for replica in range(hosts)}) == 1
+    assert values(run.told("held", 0)) == pytest.approx(values(held), rel=1e-9)
+    assert run.told("evaluated", 0) == pytest.approx(evaluated, rel=1e-9)
+    assert run.told("ledger", 0) == "epoch 0: 80 samples, each once"
+
+
+@pytest.mark.parametrize("hosts", range(2, 10))
+def test_everybody_meets_everybody_and_nobody_two_at_once(hosts: int) -> None:
+    turns = hosts - 1 + hosts % 2
+    for turn in range(turns):
+        met = [partner(host, hosts, turn) for host in range(hosts)]
+        assert met.count(None) == hosts % 2
+        assert all(other is None or (other != host and met[other] == host) for host, other in enumerate(met))
+    for host in range(hosts):
+        assert {partner(host, hosts, turn) for turn in range(turns)} >= set(range(hosts)) - {host}

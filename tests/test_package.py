@@ -29,7 +29,7 @@ def test_the_package_says_that_it_is_typed_and_on_what_it_runs() -> None:
     assert "Typing :: Typed" in classifiers
     assert "Operating System :: POSIX :: Linux" in classifiers
     versions = re.findall(r"Python :: (3\.\d+)$", "\n".join(classifiers), re.MULTILINE)
-    assert f">={versions[0]}" == PROJECT["requires-python"]
+    assert [f">={version}" for version in versions[:1]] == [PROJECT["requires-python"]]
     assert f"{sys.version_info.major}.{sys.version_info.minor}" in versions
 
 

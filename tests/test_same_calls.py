@@ -10,6 +10,7 @@ from conftest import TESTS, Run, Start
 
 SCRIPT = TESTS / "same_calls.py"
 ROWS, INDICES = r"'float32\[4\] \(checksum \w{8}\)'", r"'Subset \w{8} of Rows'"
+LISTED = r"'{} \(checksum \w{{8}}\)'"
 STREAM = r"'Stream, first sample \w{8}'"
 # By case: what differs, as process 0 has it and as process 1 has it; in which call.
 DIFFERENCES = {
@@ -21,6 +22,8 @@ DIFFERENCES = {
     "drop_last": ("drop_last", "False", "True", "call 1 of trainer.batches"),
     "values": ("dataset", ROWS, ROWS, "call 1 of trainer.batches"),
     "indices": ("dataset", INDICES, INDICES, "call 1 of trainer.batches"),
+    "pairs": ("dataset", LISTED.format("list"), LISTED.format("list"), "call 1 of trainer.batches"),
+    "files": ("dataset", LISTED.format("Files"), LISTED.format("Files"), "call 1 of trainer.batches"),
     "stream": ("dataset", STREAM, STREAM, "call 1 of trainer.batches"),
     "class": ("dataset", "'Rows'", "'SameRows'", "call 1 of trainer.batches"),
     "accumulate": ("accumulate", "1", "2", "call 1 of trainer.batches"),

@@ -15,7 +15,7 @@ import paceline
 from paceline.cli import Parser, run
 from paceline.cli.run_plan import resolve
 from paceline.errors import StrategyError
-from paceline.exchange import WIRES
+from paceline.exchange.wire_names import WIRES
 from paceline.rules import Async, Rule, Sync
 from paceline.split.values import SCHEDULES, Layout, Split, Stages, Tiles, Wavefront
 from paceline.strategy import BATCHNORMS, DURABILITIES, EXCHANGES, SERVER_EXCHANGES, Centralized, Mirrored, Strategy
@@ -59,11 +59,13 @@ def rules(replicas: int) -> st.SearchStrategy[Rule]:
 @st.composite
 def any_strategy(draw: Any) -> Strategy:
     replicas = draw(COUNTS)
-    common = {"replicas": replicas, "wire": draw(st.sampled_from(WIRES)), "timeout_s": draw(FACTORS)}
+    common = {"replicas": replicas, "timeout_s": draw(FACTORS)}
     split = draw(splits(replicas))
     if draw(st.booleans()):
+        matrices = ["powersgd:4"] if split is None else []
         return Mirrored(
             **common,
+            wire=draw(st.sampled_from([*WIRES, "topk:0.01", *matrices])),
             batchnorm=draw(st.sampled_from(BATCHNORMS)),
             exchange=draw(st.sampled_from(EXCHANGES)) if split is None else "auto",
             split=split,
@@ -72,6 +74,7 @@ def any_strategy(draw: Any) -> Strategy:
     servers = draw(COUNTS)
     return Centralized(
         **common,
+        wire=draw(st.sampled_from(WIRES)),
         servers=servers,
         rule=draw(rules(replicas)),
         exchange=draw(st.sampled_from(SERVER_EXCHANGES)),

@@ -31,7 +31,8 @@ def cell(model: str, strategy: str, verdict: str, words: str) -> Cell:
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_a_model_is_equal_under_replicas_and_stages_and_its_cells_are_kept_and_shown(tmp_path: Path) -> None:
-    options = ["--only", "perceptron", "--strategy", "mirrored,stages", "--folder", str(tmp_path), "--json", "--show"]
+    options = ["--only", "perceptron", "--strategy", "mirrored,stages", "--json", "--show"]
+    options += ["--folder", str(tmp_path), "--cells", str(tmp_path / "cells.json")]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.zoo", *options], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -106,6 +107,11 @@ def test_the_page_counts_quotes_and_says_what_was_not_run() -> None:
     assert "| gpt2 (transformers) | equal 1.0e-14 | not run |" in text
     assert "| stages | gpt2 | model is 'GPT2': a \\| b |" in text
     assert "| stages | bert | traceback: KeyError: 'x' |" in text
+
+
+def test_the_page_in_the_docs_is_made_of_the_cells_beside_it() -> None:
+    docs = ROOT / "docs"
+    assert (docs / "zoo.md").read_text() == page(Results(docs / "zoo.json").cells)
 
 
 def test_there_are_twenty_architectures_and_each_has_a_way_to_be_cut() -> None:

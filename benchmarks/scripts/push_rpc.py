@@ -30,12 +30,16 @@ def push_pull(gradient: torch.Tensor) -> torch.Tensor:
 
 def main() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    options = parse(__doc__).parse_args()
+    parser = parse(__doc__)
+    parser.add_argument("--tcp", action="store_true", help="over TCP alone, also on one host")
+    options = parser.parse_args()
     replicas = world - 1
     server = rank == replicas
     if server:
         make(options.bytes // 4)
-    rpc.init_rpc("server" if server else f"replica{rank}", rank=rank, world_size=world)
+    how = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"]) if options.tcp else None
+    name = "server" if server else f"replica{rank}"
+    rpc.init_rpc(name, rank=rank, world_size=world, rpc_backend_options=how)
     if not server:
         gradient = torch.ones(options.bytes // 4)
         meet(options, rank, replicas)

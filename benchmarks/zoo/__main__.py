@@ -1,4 +1,5 @@
-"""`python -m benchmarks.zoo` (`make zoo`): runs the cells that are missing, and writes `docs/zoo.md`."""
+"""`python -m benchmarks.zoo` (`make zoo`): runs the cells that are missing, keeps them in `docs/zoo.json`, and writes
+`docs/zoo.md` of them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from paceline.errors import InvalidInput, PacelineError, nearest_first
 
 EXAMPLES = """\
 examples:
-  python -m benchmarks.zoo                                        what is missing or of other code; writes docs/zoo.md
+  python -m benchmarks.zoo                                        what is missing or of other code
   python -m benchmarks.zoo --kept                                 the same, but what was run with other code stays
   python -m benchmarks.zoo --only gpt2 --strategy stages --show   this cell again, with all that its processes print
   python -m benchmarks.zoo --strategy mirrored,servers            these columns again
@@ -51,9 +52,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="list models and strategies")
     parser.add_argument("--write", action="store_true", help="run nothing, write the page")
     parser.add_argument(
-        "--folder", type=Path, default=ROOT / ".zoo" / "results", help="what is kept, default .zoo/results"
+        "--folder", type=Path, default=ROOT / ".zoo" / "results", help="what the runs leave, default .zoo/results"
     )
-    parser.add_argument("--page", type=Path, metavar="FILE", help="default docs/zoo.md, if all cells were asked for")
+    parser.add_argument(
+        "--cells",
+        type=Path,
+        default=ROOT / "docs" / "zoo.json",
+        metavar="FILE",
+        help="where cells are kept, default docs/zoo.json; the page of them stands beside it",
+    )
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that what was started is ended
     try:
@@ -67,7 +74,7 @@ def _main(options: argparse.Namespace) -> int:
     if options.list:
         print("models: ", ", ".join(MODELS), "\nstrategies: ", ", ".join(STRATEGIES), sep="")
         return 0
-    results = Results(options.folder / "cells.json")
+    results = Results(options.cells)
     asked = _asked(options)
     chosen = bool(options.only or options.strategy)
     if not options.write:
@@ -79,9 +86,7 @@ def _main(options: argparse.Namespace) -> int:
         print(json.dumps([msgspec.to_builtins(cell) for cell in found]))
     else:
         print(", ".join(f"{count} {verdict}" for verdict, count in counts(found).items()))
-    path = options.page or (None if chosen else ROOT / "docs" / "zoo.md")
-    if path is not None:
-        path.write_text(page(results.cells))
+    options.cells.with_suffix(".md").write_text(page(results.cells))
     return 0
 
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import msgspec
@@ -30,6 +31,7 @@ EQUAL, REFUSED, DIFFERENT, TRACEBACK, HANG, DIED, BROKEN = (
     "equal", "refused", "different", "traceback", "hang", "died", "broken",
 )  # fmt: skip
 VERDICTS = (EQUAL, REFUSED, DIFFERENT, TRACEBACK, HANG, DIED, BROKEN)  # broken: it does not even train alone
+PACKAGES = ("torch", "transformers", "torchvision", "timm")
 LIMIT_S = 120.0  # of each run, on a machine that has nothing else to do
 WAIT_S = 60.0  # the longest that a process of a run waits for another: then Paceline says who waits for whom
 LOOK_EVERY_S = 0.2
@@ -47,6 +49,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     command: str
     seconds: float
     code: str  # a fingerprint of Paceline's source and the zoo's
+    packages: str = ""  # the versions of what the models are made of
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,15 @@ def run_cell(model: Model, strategy: Strategy, folder: Path, *, limit_s: float =
         command=_typed(flags, strategy.arguments(model)),
         seconds=round(time.monotonic() - began, 1),
         code=code,
+        packages=", ".join(f"{name} {_version(name)}" for name in PACKAGES),
     )
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
 
 
 def _typed(flags: Sequence[str], arguments: Sequence[str]) -> str:

@@ -1,10 +1,9 @@
-"""All cells: kept in a file while the table is made, and written as a page when it is."""
+"""All cells: kept in a file beside the page that is written of them."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from importlib import metadata
 from pathlib import Path
 
 import msgspec
@@ -73,9 +72,9 @@ def page(cells: Mapping[Key, Cell]) -> str:
     run = [cells[key] for model, strategy in pairs if (key := (model.name, strategy.name)) in cells]
     total = ", ".join(f"{count} {verdict}" for verdict, count in counts(run).items())
     missing = f", {len(pairs) - len(run)} not run" if len(run) < len(pairs) else ""
-    states = len({cell.code for cell in run})
-    mixed = f" The cells are of {states} states of the code: `make zoo` makes them all of one." if states > 1 else ""
-    packages = ", ".join(f"{name} {_version(name)}" for name in ("torch", "transformers", "torchvision", "timm"))
+    several = len({cell.code for cell in run}) > 1
+    mixed = " The cells are of several states of the code: `make zoo` makes them all of one." if several else ""
+    packages = "; or ".join(dict.fromkeys(cell.packages for cell in run))
     dims = "heads, hidden, channels and vocab"
     parts = [
         _HEAD,
@@ -117,10 +116,3 @@ def _sentences(title: str, cells: list[Cell]) -> str:
         said = words.replace("|", "\\|").replace("<", "&lt;")
         lines.append(f"| {strategy} | {', '.join(models)} | {'' if verdict == REFUSED else f'{verdict}: '}{said} |")
     return "\n".join([*lines, ""])
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "(not installed)"

@@ -10,9 +10,11 @@
 process that is killed at any moment leaves the old save or the new one. Every byte that counts is under a
 checksum, so a file that is cut short, altered or of another save is refused with its name and the reason.
 
+A model alone, without training (`write_model`), is one such file by itself.
+
 Nothing here knows what is saved: `loop/training_loop.py` puts it together, tensors and a `RunState` as notes.
 """
 
-from paceline.checkpoint.saves import Checkpoint, read, read_model, write
+from paceline.checkpoint.saves import Checkpoint, read, read_model, read_noted_model, write, write_model
 
-__all__ = ["Checkpoint", "read", "read_model", "write"]
+__all__ = ["Checkpoint", "read", "read_model", "read_noted_model", "write", "write_model"]

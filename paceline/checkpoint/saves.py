@@ -32,6 +32,8 @@ import msgspec
 import torch
 
 from paceline.checkpoint.tensor_file import (
+    CONTAINER_KEY,
+    CONTAINER_STEP_KEY,
     Checksums,
     Tensors,
     check_storable,
@@ -45,6 +47,7 @@ _VERSION = "2"
 _VERSION_KEY, _CONTENTS_KEY, _CHECKSUM_KEY = "paceline", "paceline.contents", "paceline.contents.crc32"
 _TRAINING_KEY = "paceline.training_file"
 _SAVE_KEY = "paceline.save"
+_OF_CONTAINERS = (CONTAINER_KEY, CONTAINER_STEP_KEY)
 _SUFFIX = ".safetensors"
 _TRAINING_NAME = r"\.(step-\d+-)?[0-9a-f]{8}\.training\.safetensors"
 _PREVIOUS_NAME = r"\.previous(?:-(\d+))?\.safetensors"
@@ -92,12 +95,7 @@ def write(
         finally:
             _remove_unused(path)
     except OSError as error:
-        needed = notes_bytes + sum(tensor.nbytes for tensors in (model, training) for tensor in tensors.values())
-        free = shutil.disk_usage(path.parent).free
-        raise CheckpointError(
-            f"checkpoint {path} could not be saved ({error.strerror or error}): "
-            f"it needs {needed / 1e6:.1f} MB and {free / 1e6:.1f} MB are free"
-        ) from error
+        raise _unsaved(path, error, [model, training], notes_bytes) from error
 
 
 def read(path: str | os.PathLike[str], *, fall_back: bool = False) -> Checkpoint:
@@ -118,7 +116,28 @@ def read(path: str | os.PathLike[str], *, fall_back: bool = False) -> Checkpoint
 def read_model(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     """The model's own tensors alone: of a save, verified, its training file need not be there; or of any safetensors
     file."""
+    return read_noted_model(path)[0]
+
+
+def read_noted_model(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The same, and the notes: none of somebody else's file."""
     return _while_saved(Path(path), _load_model)
+
+
+def write_model(path: str | os.PathLike[str], model: Tensors, notes: dict[str, Any]) -> None:
+    """Make `path` a model without any training, at once. It is read by `read_model`, and nothing goes on from it."""
+    path = _destination(path, keep=1)
+    check_storable("model", model)
+    partial = path.with_name(f".{path.stem}.{secrets.token_hex(4)}.model.partial")
+    try:
+        try:
+            write_tensors(partial, model, lambda checksums: _metadata(_Contents("", notes, checksums, {})))
+            os.replace(partial, path)
+            sync_folder(path.parent)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise _unsaved(path, error, [model], len(_to_json(notes))) from error
 
 
 def _commit(path: Path, model: Tensors, training: Tensors, notes: dict[str, Any], keep: int) -> None:
@@ -131,15 +150,7 @@ def _commit(path: Path, model: Tensors, training: Tensors, notes: dict[str, Any]
         return path.with_name(f".{path.stem}.{save}.{kind}.partial")
 
     def model_metadata(checksums: Checksums) -> dict[str, str]:
-        contents = _Contents(save, notes, checksums, training_checksums)
-        text = _to_json(msgspec.structs.asdict(contents))
-        return {
-            "format": "pt",  # other readers of safetensors look for this
-            _VERSION_KEY: _VERSION,
-            _TRAINING_KEY: training_file.name,
-            _CONTENTS_KEY: text,
-            _CHECKSUM_KEY: _checksum(text),
-        }
+        return {**_metadata(_Contents(save, notes, checksums, training_checksums)), _TRAINING_KEY: training_file.name}
 
     training_checksums = write_tensors(partial("training"), training, lambda _: {_SAVE_KEY: save})
     write_tensors(partial("model"), model, model_metadata)
@@ -155,6 +166,25 @@ def _commit(path: Path, model: Tensors, training: Tensors, notes: dict[str, Any]
     sync_folder(path.parent)
     for old in _previous_saves(path)[keep - 1 :]:
         old.unlink()
+
+
+def _unsaved(path: Path, error: OSError, files: list[Tensors], notes_bytes: int) -> CheckpointError:
+    needed = notes_bytes + sum(tensor.nbytes for tensors in files for tensor in tensors.values())
+    free = shutil.disk_usage(path.parent).free
+    return CheckpointError(
+        f"checkpoint {path} could not be saved ({error.strerror or error}): "
+        f"it needs {needed / 1e6:.1f} MB and {free / 1e6:.1f} MB are free"
+    )
+
+
+def _metadata(contents: _Contents) -> dict[str, str]:
+    text = _to_json(msgspec.structs.asdict(contents))
+    return {
+        "format": "pt",  # other readers of safetensors look for this
+        _VERSION_KEY: _VERSION,
+        _CONTENTS_KEY: text,
+        _CHECKSUM_KEY: _checksum(text),
+    }
 
 
 def _second_name(path: Path, name: Path) -> None:
@@ -215,14 +245,19 @@ def _while_saved(path: Path, load: Callable[[Path], Loaded]) -> Loaded:
             raise CheckpointError(f"{path} could not be read ({error.strerror or error})") from error
 
 
-def _load_model(path: Path) -> dict[str, torch.Tensor]:
+def _load_model(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     metadata = read_metadata(path)
-    return read_tensors(path, _contents(path, metadata).model if _is_ours(metadata) else None)
+    if not _is_ours(metadata):
+        return read_tensors(path, None), {}
+    contents = _contents(path, metadata)
+    return read_tensors(path, contents.model), contents.notes
 
 
 def _load(path: Path) -> Checkpoint:
     metadata = read_metadata(path)
     contents = _contents(path, metadata)
+    if not contents.save:
+        raise CheckpointError(f"{path} holds a model and no training: go on from the checkpoint that it was made of")
     name = metadata.get(_TRAINING_KEY, "")
     if not re.fullmatch(r"[^/\\]+" + _TRAINING_NAME, name):
         raise CheckpointError(f"{path} is damaged: {name!r} does not name a training file")
@@ -256,7 +291,7 @@ def _contents(path: Path, metadata: dict[str, str]) -> _Contents:
 
 def _is_ours(metadata: dict[str, str]) -> bool:
     """Whether a file is of a save, or was before it was damaged: then nothing in it is believed unverified."""
-    return any(key.startswith(_VERSION_KEY) for key in metadata)
+    return any(key.startswith(_VERSION_KEY) and key not in _OF_CONTAINERS for key in metadata)
 
 
 def _destination(path: str | os.PathLike[str], keep: int) -> Path:

@@ -58,6 +58,9 @@ _LONGEST_HEADER = 100_000_000  # bytes; the library refuses to read more
 _PIECE = 1 << 20  # bytes
 
 
+CONTAINER_KEY, CONTAINER_STEP_KEY = "paceline.container", "paceline.step"  # of a file that is a container's, no save
+
+
 def check_storable(field: str, tensors: Tensors) -> None:
     """Refuse what the format cannot hold, before anything is written."""
     for name, tensor in tensors.items():
@@ -76,19 +79,25 @@ def check_storable(field: str, tensors: Tensors) -> None:
 
 def write_tensors(path: Path, tensors: Tensors, metadata: Callable[[Checksums], Mapping[str, str]]) -> Checksums:
     """Write a new file and bring it to the disk; `metadata` makes the file's metadata from the checksums."""
+    with open(path, "xb") as file:
+        checksums = put_tensors(file, tensors, metadata)
+        os.fsync(file.fileno())
+    return checksums
+
+
+def put_tensors(file: BinaryIO, tensors: Tensors, metadata: Callable[[Checksums], Mapping[str, str]]) -> Checksums:
+    """Write the same into a file that is open and empty."""
     room = len(_header(tensors, metadata(dict.fromkeys(tensors, "00000000"))))
     found = {}
-    with open(path, "xb") as file:
-        file.seek(room)
-        for name in _in_file_order(tensors):
-            found[name] = _checksum(tensors[name], copy_to=file)
-        checksums = {name: found[name] for name in tensors}
-        header = _header(tensors, metadata(checksums))
-        assert len(header) == room, "the metadata's length must not depend on the checksums"
-        file.seek(0)
-        file.write(header)
-        file.flush()
-        os.fsync(file.fileno())
+    file.seek(room)
+    for name in _in_file_order(tensors):
+        found[name] = _checksum(tensors[name], copy_to=file)
+    checksums = {name: found[name] for name in tensors}
+    header = _header(tensors, metadata(checksums))
+    assert len(header) == room, "the metadata's length must not depend on the checksums"
+    file.seek(0)
+    file.write(header)
+    file.flush()
     return checksums
 
 

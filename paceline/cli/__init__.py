@@ -33,6 +33,7 @@ SUBCOMMANDS = {
     "tune": "train with many hyperparameters, several at a time, and keep the best",
     "serve": "answer requests with a trained model, over HTTP",
     "ensemble": "measure trained models together, beside each alone",
+    "quantize": "write a trained model in int8, with what that saves and costs",
     "dims": "show the named dims of a model, to write a layout with",
     "server": "run one server that keeps parameters for long",
     "container": "list, show, save, drop and copy what servers keep",

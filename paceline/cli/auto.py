@@ -8,6 +8,7 @@ from collections.abc import Callable
 from paceline.cli import Parser, complain, was_given
 from paceline.cli.cut import CUT_FLAGS
 from paceline.cli.plan import find_calibration, find_profile
+from paceline.cli.run_plan import LOCAL_STEPS
 from paceline.errors import StrategyError
 from paceline.plan.after_run import cluster_here
 from paceline.plan.report import make_report
@@ -15,10 +16,11 @@ from paceline.plan.report import make_report
 # What a plan decides, by the names of flags; nobody else may.
 _DECIDED = (
     *("replicas", "nproc_per_node", "wire", "batchnorm", "exchange", "servers", "only", "accept", "async", "bounded"),
-    *("stale", "stale_lr", "warmup_steps", "warmup_epochs", "durability", "in_graph", "join"),
+    *("stale", "stale_lr", "warmup_steps", "warmup_epochs", "durability", "in_graph", "join", "devices"),
+    *LOCAL_STEPS,
     *CUT_FLAGS,
 )
-_OF_HOSTS = ("hosts", "host", "rdzv_endpoint", "master_addr", "master_port", "emulate")
+_OF_HOSTS = ("hosts", "host", "rdzv_endpoint", "master_addr", "master_port", "emulate", "on")
 
 
 def by_plan(options: argparse.Namespace, add_arguments: Callable[[Parser], None]) -> argparse.Namespace:

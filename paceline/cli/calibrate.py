@@ -59,6 +59,8 @@ def execute(options: argparse.Namespace) -> int:
         print(msgspec.json.encode(found).decode())
     else:
         print(in_words(found))
+        if found.disturbed:
+            print(f"paceline: {found.disturbed}")
         print(f"paceline: {'read from' if options.show else 'written to'} {path}")
     return 0
 

@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 import tempfile
+import time
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from paceline.net.secure import Keys, is_loopback, read_token
 from paceline.search.top import is_beside_a_checkpoint
 
 MOST_DEVICES_A_CORE = 4
+POD_VARIABLE = "KUBERNETES_SERVICE_HOST"  # is set in every pod of Kubernetes,
+POD_NAMES_S = 60.0  # where the name of another pod is known somewhat later than the pod
 REPLICA_BYTES = 180 << 20  # a process that has imported torch, before it has a model
 
 
@@ -131,11 +134,17 @@ def check_memory(replicas: int, servers: int = 0) -> None:
 
 def _check_resolves(field: str, address: str) -> None:
     host, _, port = address.rpartition(":")
-    try:
-        socket.getaddrinfo(host.strip("[]"), int(port))
-    except (OSError, UnicodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no name of a host"
-        raise StrategyError(field, _short(address), f"its host cannot be found ({why}), give another") from error
+    patient_until = time.monotonic() + (POD_NAMES_S if POD_VARIABLE in os.environ else 0.0)
+    while True:
+        try:
+            socket.getaddrinfo(host.strip("[]"), int(port))
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() > patient_until:
+                why = error.strerror if isinstance(error, OSError) else "it is no name of a host"
+                expected = f"its host cannot be found ({why}), give another"
+                raise StrategyError(field, _short(address), expected) from error
+        time.sleep(0.5)
 
 
 def _check_port(rendezvous: str) -> None:

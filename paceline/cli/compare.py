@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--servers", type=whole("servers", 1), default=1, metavar="N", help="default 1")
     what.add_argument("--devices", type=whole("devices", 2), default=2, metavar="N", help="of a cut model, default 2")
-    what.add_argument("--wire", metavar="FORMAT", help="of gradients between hosts: fp32 (default), bf16, fp16, int8")
+    what.add_argument("--wire", metavar="FORMAT", help="of gradients between hosts, as `paceline run` takes it")
     what.add_argument("--emulate", metavar="hosts=2,link=1gbit", help="several machines on this one (root)")
     what.add_argument("--slow", metavar="2:5x", help="a straggler: replica 2 takes 5 times as long a step")
     stop = parser.add_argument_group("when a run ends that does not reach the target")

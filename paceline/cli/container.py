@@ -19,8 +19,9 @@ import msgspec
 from paceline.cli import action
 from paceline.cli.run_plan import addresses
 from paceline.errors import InvalidInput
+from paceline.launch.outcome import kept_models
 from paceline.net.secure import Keys, is_loopback, read_token
-from paceline.run_place import check_container
+from paceline.run_place import MODELS, check_container
 from paceline.watch.output import put
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from paceline.central.messages.replies import Listing
 
 ACTIONS = {"list": (), "show": ("NAME",), "save": ("NAME", "PATH"), "drop": ("NAME",), "copy": ("NAME", "NEW")}
+NOTHING_KEPT = "it holds no model: a run keeps it if its script has saved none, look for what that has saved"
 BAR = 40  # letters of the longest line of a histogram
 
 EXAMPLES = """\
@@ -39,6 +41,8 @@ examples:
                                         as it is after some step, also while training goes on; loads in plain torch
   paceline container copy digits digits-tuned --at 127.0.0.1:7070 --token servers/0
                                         another one to go on from: paceline run … --container digits-tuned
+  paceline container save runs/20251115-184203-train model.safetensors
+                                        of a run that has ended without having saved its model
   paceline container drop digits --at 127.0.0.1:7070 --token servers/0
 
 One address of a container's servers is enough. Servers with keys take --keys FOLDER instead of --token.
@@ -49,12 +53,15 @@ One address of a container's servers is enough. Servers with keys take --keys FO
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "paceline container {list | show NAME | save NAME PATH | drop NAME | copy NAME NEW} --at ADDRESSES"
+    parser.usage = (
+        "paceline container {list | show NAME | save NAME PATH | drop NAME | copy NAME NEW} --at ADDRESSES\n"
+        "       paceline container save RUN-FOLDER PATH"
+    )
     parser.description = "List, show, save, drop and copy the containers that servers keep."
     parser.epilog = EXAMPLES
     parser.add_argument("action", type=action(ACTIONS), metavar="ACTION", help=f"one of {', '.join(ACTIONS)}")
     parser.add_argument("operands", nargs="*", metavar="NAME", help="what it is about")
-    parser.add_argument("--at", required=True, metavar="ADDRESSES", help="of servers, such as 127.0.0.1:7070")
+    parser.add_argument("--at", metavar="ADDRESSES", help="of servers, such as 127.0.0.1:7070")
     parser.add_argument("--token", metavar="PATH", help="their token: the file, or the --dir it is in")
     parser.add_argument("--keys", type=Path, metavar="FOLDER", help="instead of a token, on other machines")
     parser.add_argument("--force", action="store_true", help="of drop: also while replicas train it")
@@ -68,12 +75,15 @@ def execute(options: argparse.Namespace) -> int:
             options.action, " ".join(given), f"give {' '.join(('paceline container', options.action, *wanted))}"
         )
     for name, value in zip(wanted, given, strict=True):
-        if name != "PATH":
+        if name != "PATH" and options.at is not None:
             check_container(value)
     if options.action == "save":
         _check_path(given[1])
-    with _reader(options, given[0] if given else None) as reader:
-        plain, tell = _act(reader, options.action, given, force=options.force)
+    if options.at is None and options.action == "save" and os.path.isdir(given[0]):
+        plain, tell = _save_kept(Path(given[0]), given[1])
+    else:
+        with _reader(options, given[0] if given else None) as reader:
+            plain, tell = _act(reader, options.action, given, force=options.force)
     if options.json:
         put(sys.stdout, msgspec.json.encode(plain, enc_hook=str) + b"\n")
     else:
@@ -89,6 +99,9 @@ def _check_path(path: str) -> None:
 
 
 def _reader(options: argparse.Namespace, container: str | None) -> Reader:
+    if options.at is None:
+        run = ", or the folder of a run that has ended" if options.action == "save" else ""
+        raise InvalidInput("at", "missing", f"give the addresses of servers, such as 127.0.0.1:7070{run}")
     at = addresses("at", options.at)
     if options.token is None and options.keys is None:
         raise InvalidInput("at", options.at, "say how to be let in, --token with the servers' folder, or --keys")
@@ -124,6 +137,21 @@ def _act(reader: Reader, action: str, operands: Sequence[str], *, force: bool) -
     return {"container": name, "dropped": True}, partial(_say, f"{name} was dropped")
 
 
+def _save_kept(folder: Path, path: str) -> tuple[Any, Callable[[], None]]:
+    """Save what a run has kept that ended without having saved its model."""
+    kept = kept_models(folder / MODELS)
+    if len(kept) != 1:
+        there = f"it holds {', '.join(str(model) for model in kept)}, copy the one you want" if kept else NOTHING_KEPT
+        raise InvalidInput("run folder", str(folder), there)
+    from paceline.checkpoint import read_model
+    from paceline.checkpoint.model_file import write_plain_model
+
+    write_plain_model(path, "model", read_model(kept[0]), {})
+    size = Path(path).stat().st_size
+    done = {"run_folder": str(folder), "path": path, "bytes": size}
+    return done, partial(_say, f"the model of {folder} is in {path}, {_size(size)}")
+
+
 def _say(text: str) -> None:
     put(sys.stdout, f"{text}\n".encode())
 
@@ -140,14 +168,15 @@ def _tell_list(containers: list[Listing]) -> None:
             _size(listed.bytes),
             str(listed.tensors),
             listed.optimizer,
-            str(listed.replicas) if listed.rule else "?",  # its chief is elsewhere
+            str(listed.runs) if listed.rule else "?",  # its chief is elsewhere
+            str(listed.replicas) if listed.rule else "?",
             listed.rule or "?",
             f"{listed.loss:.4g}" if listed.step and listed.rule else "-",
         ]
         for listed in containers
     ]
     if rows:
-        _table(("name", "step", "size", "tensors", "optimizer", "replicas", "rule", "loss"), rows)
+        _table(("name", "step", "size", "tensors", "optimizer", "runs", "replicas", "rule", "loss"), rows)
     else:
         _say("no container")
 
@@ -162,6 +191,7 @@ def _plain(summary: Summary) -> dict[str, Any]:
         "rule": summary.rule.words,
         "accepting": summary.accepting,
         "replicas": summary.replicas,
+        "runs": summary.runs,
         "loss": books.last.loss,
         "batch": books.last.samples,
         "addresses": summary.addresses,
@@ -191,6 +221,12 @@ def _tell(summary: Summary, plain: dict[str, Any]) -> None:
         f"last step loss {_number(plain['loss'])} over {plain['batch']} samples" if plain["batch"] else "no step yet",
         f"gradients {plain['late']} late, {plain['dropped']} dropped",
     ]
+    if len(summary.runs) > 1:  # what stands above is of the last of them
+        lines += [
+            f"run {number}     step {run.step}, {run.seen} samples, replicas {', '.join(map(str, run.replicas))}, "
+            f"{run.rule}, loss {_number(run.loss)}"
+            for number, run in enumerate(summary.runs)
+        ]
     lines += [
         f"dataset {number} of {chapter['length']} samples: {chapter['epochs']} epochs finished, "
         f"{chapter['samples']} samples counted"

@@ -18,13 +18,14 @@ import msgspec
 from paceline.checkpoint_note import note_beside, read_note
 from paceline.cli import complain
 from paceline.cli.checks import check_script
-from paceline.ensemble.script_members import NAMES, JudgeRequest, MemberFile
+from paceline.combining import HOWS, KINDS
+from paceline.ensemble.script_members import JudgeRequest, MemberFile
 from paceline.errors import CheckpointError, InvalidInput, LaunchError
 from paceline.launch.job import run_alone
-from paceline.run_place import EvaluationWanted, Place
+from paceline.launch.reached_script import ReachedScript
+from paceline.run_place import Place
 from paceline.search.top import is_beside_a_checkpoint
 
-HOWS = ("mean", "majority", "weighted", "stacked")
 EXAMPLES = """\
 how answers are combined (--combine):
   mean       the mean of the members' probabilities; of a regression, of their values
@@ -58,13 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--combine", metavar="HOW", default="mean", help=f"{', '.join(HOWS)}; default mean")
     parser.add_argument("--metric", metavar="NAME", help="of the evaluation, default the script's first that has one")
     parser.add_argument("--minimize", action="store_true", help="less is better, as of a loss")
-    parser.add_argument("--outputs", metavar="KIND", help=f"of the model: {', '.join(NAMES)}; default by its targets")
+    parser.add_argument("--outputs", metavar="KIND", help=f"of the model: {', '.join(KINDS)}; default by its targets")
     parser.add_argument("--class-dim", type=int, metavar="N", help="along which classes lie, default by its targets")
     parser.add_argument("--json", action="store_true", help="the result as JSON")
 
 
 def execute(options: argparse.Namespace) -> int:
-    for field, value, known in (("combine", options.combine, HOWS), ("outputs", options.outputs, (None, *NAMES))):
+    for field, value, known in (("combine", options.combine, HOWS), ("outputs", options.outputs, (None, *KINDS))):
         if value not in known:
             raise InvalidInput(field, value, f"give one of {', '.join(filter(None, known))}")
     check_script(options.script, module=options.module)
@@ -133,8 +134,8 @@ def _run(request: JudgeRequest) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="paceline-ensemble-") as scratch:
         asked, result = Path(scratch) / "request.json", Path(scratch) / "result.json"
         asked.write_bytes(msgspec.json.encode(request))
-        name = None if request.metric is None else request.metric.partition("/")[0]
-        place = Place(row=0, rows=1, started_by="reference", reaching=EvaluationWanted(name))
+        wanted = ReachedScript(script=request.script, module=request.module, metric=request.metric).wanted
+        place = Place(row=0, rows=1, started_by="reference", reaching=wanted)
         outcome = run_alone(["-m", "paceline.ensemble.script_members", str(asked), str(result)], place)
         found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
     if "refused" in found:

@@ -37,6 +37,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 DAYS = 365
 AUTHORITY_DAYS = 3650
 MOST_DAYS = 36500
+_P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 SKEW = datetime.timedelta(hours=1)  # how far a clock may be behind ours and still find a new certificate valid
 
 EXAMPLES = """\
@@ -113,14 +114,18 @@ def execute(options: argparse.Namespace) -> int:
 # ── making ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def make_keys(folder: Path, name: str, *, days: int = DAYS, force: bool = False) -> None:
-    """A new authority, and keys of each role signed by it."""
+def make_keys(folder: Path, name: str, *, days: int = DAYS, force: bool = False, seed: bytes | None = None) -> None:
+    """A new authority, and keys of each role signed by it. `seed`: secret bytes that its key is made of, if not of new
+    ones; two authorities of the same seed and name are as good as one."""
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
 
     _check_free([folder / f"{stem}.{end}" for stem in ("ca", *ROLES) for end in ("pem", "key")], force)
     _make_folder(folder)
-    key = ec.generate_private_key(ec.SECP256R1())
+    if seed is None:
+        key = ec.generate_private_key(ec.SECP256R1())
+    else:
+        key = ec.derive_private_key(1 + int.from_bytes(seed, "big") % (_P256_ORDER - 1), ec.SECP256R1())
     subject = _subject(f"paceline CA {name}", "paceline CA")
     until = _now() + datetime.timedelta(days=max(days, AUTHORITY_DAYS))
     builder = _builder(subject, subject, key.public_key(), key.public_key(), until)

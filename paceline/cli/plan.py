@@ -122,7 +122,7 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def find_calibration(path: str | None) -> Calibration:
-    """Returns the calibration to plan with; a warning if it is another machine's."""
+    """Returns the calibration to plan with; a warning if it is another machine's, or was made on a busy one."""
     if path is None and not default_path().exists():
         raise InvalidInput(
             "calibration",
@@ -135,6 +135,8 @@ def find_calibration(path: str | None) -> Calibration:
             f"the calibration is of another machine ({found.machine}; this is {fingerprint()}): figures will be off, "
             "measure this one with `paceline calibrate`"
         )
+    if found.disturbed:
+        complain(found.disturbed)
     return found
 
 

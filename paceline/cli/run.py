@@ -28,6 +28,8 @@ import msgspec
 from paceline.cli import number, seconds, whole
 from paceline.cli.checks import check, check_script
 from paceline.cli.cut import add_cut_arguments
+from paceline.cli.engine_flags import add_engine_arguments
+from paceline.cli.run_keys import with_keys
 from paceline.cli.run_plan import DEFAULT_PORT, RunPlan, by_collectives, resolve
 from paceline.cli.unused import unused
 from paceline.launch.cores import allowed_cores, share_of_cores
@@ -61,6 +63,7 @@ examples:
                                                              as on two machines (needs root)
   paceline run train.py --replicas 2 --join 127.0.0.1:7070 --token servers/0 --container digits
                                                              parameters stay on a server that runs already
+  paceline run train.py --on ray --nnodes 3 --replicas 6     on three nodes of a Ray cluster; --on slurm the same there
 on two machines, with torchrun's flags; this is the first of them, the other is --node-rank 1:
   paceline run train.py --nnodes 2 --nproc-per-node 2 --node-rank 0 --rdzv-endpoint 10.0.0.1:29500
   paceline run train.py --nnodes 2 --replicas 4 --servers 2 --token secret --node-rank 0 --rdzv-endpoint 10.0.0.1:29500
@@ -77,14 +80,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     add_strategy_arguments(parser)
     parser.add_argument("--auto", action="store_true", default=None, help="by the strategy that `paceline plan` says")
+    parser.add_argument(
+        "--devices", metavar="cuda:0,cuda:1", help="that replicas of a host compute on, pl.place().accelerator"
+    )
     add_cut_arguments(parser)
     add_server_arguments(parser)
-    joined = parser.add_argument_group("servers that run already (paceline server), or on several machines")
-    joined.add_argument("--join", metavar="ADDRESSES", help="where they are, such as 127.0.0.1:7070,127.0.0.1:7071")
+    joined = add_join_arguments(parser)
     joined.add_argument("--container", metavar="NAME", help="of the parameters, default the run folder's name")
-    joined.add_argument("--token", metavar="PATH", help="their token: the file, or the folder it is in")
-    joined.add_argument("--keys", metavar="FOLDER", help="instead of a token, on other machines (paceline keys)")
     faults = add_fault_arguments(parser)
+    faults.add_argument(
+        "--operation-timeout",
+        dest="operation_timeout_s",
+        type=seconds("operation-timeout"),
+        metavar="SECONDS",
+        help="of every step and evaluation, as pl.deadline around each",
+    )
     faults.add_argument("--save-on-stop", metavar="PATH", help="a checkpoint to write when stopped by Ctrl-C")
     add_stop_arguments(parser)
     hosts = parser.add_argument_group("several machines")
@@ -95,8 +105,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     hosts.add_argument("--rdzv-endpoint", metavar="ADDRESS:PORT", help="where machine 0 can be reached")
     hosts.add_argument("--master-addr", metavar="ADDRESS", help="the same, in two flags")
     hosts.add_argument("--master-port", type=whole("master-port", 1), metavar="PORT", help=f"default {DEFAULT_PORT}")
+    hosts.add_argument(
+        "--secure", action="store_true", default=None, help="TLS between hosts, with keys made of the --token on each"
+    )
     hosts.add_argument("--servers-on", metavar="0,2", help="hosts that the --servers are on, default all in turn")
+    hosts.add_argument(
+        "--lost-after",
+        dest="lost_after_s",
+        type=partial(read_time, "lost-after"),
+        metavar="TIME",
+        help="of silence, that a machine is gone: 60s, default 20s",
+    )
     hosts.add_argument("--emulate", metavar="hosts=2,link=1gbit", help="several machines on this one (root)")
+    add_engine_arguments(parser)
     seen = parser.add_argument_group("what you see")
     seen.add_argument("--run-folder", metavar="PATH", help="default runs/<date-time>-<script>")
     seen.add_argument("--plain", action="store_true", help="lines instead of the live table")
@@ -112,6 +133,15 @@ def add_stop_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--goes-on", action="store_true", help="note when the target is reached, and do not stop")
     add_bound_arguments(group)
+
+
+def add_join_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Where servers are, and how to be let in."""
+    group = parser.add_argument_group("servers that run already (paceline server), or on several machines")
+    group.add_argument("--join", metavar="ADDRESSES", help="where they are, such as 127.0.0.1:7070,127.0.0.1:7071")
+    group.add_argument("--token", metavar="PATH", help="their token: the file, or the folder it is in")
+    group.add_argument("--keys", metavar="FOLDER", help="instead of a token, on other machines (paceline keys)")
+    return group
 
 
 def add_bound_arguments(group: argparse._ActionsContainer) -> None:
@@ -140,9 +170,20 @@ def add_strategy_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--nproc-per-node", type=whole("nproc-per-node", 1), metavar="N", help="the same, for one machine"
     )
-    group.add_argument("--wire", metavar="FORMAT", help="of gradients between hosts: fp32 (default), bf16, fp16, int8")
+    group.add_argument(
+        "--wire",
+        metavar="FORMAT",
+        help="of gradients between hosts: fp32 (default), bf16, fp16, int8, topk:0.01, powersgd:4",
+    )
     group.add_argument(
         "--every", type=whole("every", 1), metavar="N", help="hosts exchange after every N steps, default 1"
+    )
+    group.add_argument(
+        "--outer-momentum", type=number("outer-momentum"), metavar="X", help="of the step that hosts make of --every"
+    )
+    group.add_argument("--outer-lr", type=number("outer-lr"), metavar="X", help="its length, default 1: to the mean")
+    group.add_argument(
+        "--gossip", action="store_true", default=None, help="hosts exchange parameters, each with one other at a time"
     )
     group.add_argument("--batchnorm", metavar="HOW", help="exact (whole batch, default) or local (as DDP)")
     group.add_argument(
@@ -187,6 +228,10 @@ def execute(options: argparse.Namespace) -> int:
 
         options = by_plan(options, add_arguments)
     plan = resolve(options)
+    if plan.on is not None:
+        from paceline.cli.run_engine import run_on_engine  # each node checks what it has
+
+        return run_on_engine(plan)
     check(plan, inside=inside)
     if inside:  # an emulated host has cores of its own, as far as they go
         os.sched_setaffinity(0, share_of_cores(plan.host, plan.hosts, allowed_cores()))
@@ -197,11 +242,16 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def _run_here(plan: RunPlan, path: Path) -> int:
+    with with_keys(plan, path) as plan:
+        return _supervise(plan, path)
+
+
+def _supervise(plan: RunPlan, path: Path) -> int:
     quiet = plan.quiet or plan.host > 0  # of several hosts, the first one speaks
     display = choose_display(plan.name, path, plain=plan.plain, quiet=quiet)
     folder = RunFolder(path, lambda line: display.say(f"paceline: {line}"), host=plan.host)
     job = plan.job(plan.place(path), container=path.name)
-    began = time.time()
+    began, waits = time.time(), True
     try:
         folder.write_config(_config(plan, job.place.rows))
         if not quiet:
@@ -213,6 +263,8 @@ def _run_here(plan: RunPlan, path: Path) -> int:
         compared = _compared(plan, path) if outcome.exit_code == 0 and plan.host == 0 else None
         if not quiet:
             display.say(f"paceline: {_summary(outcome, plan, began)}; run folder {path}")
+            if (unsaved := _of_unsaved(outcome, plan, path)) is not None:
+                display.say(f"paceline: {unsaved}")
             if compared is not None:
                 display.say(f"paceline: {compared.words}")
         elif outcome.exit_code == NOT_REACHED and outcome.target is not None:
@@ -220,9 +272,12 @@ def _run_here(plan: RunPlan, path: Path) -> int:
         if plan.json:
             beside = msgspec.structs.asdict(compared) if compared is not None else {}
             display.pass_on(_as_json(path, {**asdict(outcome), **beside}), error=False)
+    except KeyboardInterrupt:  # the run is over: who asks for the end once more does not wait for readers
+        waits = False
+        raise
     finally:
         folder.close()
-        display.close()
+        display.close(wait=waits)
     return outcome.exit_code
 
 
@@ -245,7 +300,7 @@ def in_words(plan: RunPlan) -> str:
     said: dict[bool, list[str]] = {True: [], False: []}
     for name, value in plan.settings.items():
         if value not in (None, ()) and name not in idle:
-            said[name in given].append(f"{_typed(name)} {_shown(value)}")
+            said[name in given].append(f"{_typed(name)} {_shown(name, value)}")
     words = f"given: {', '.join(said[True])}; by default: {', '.join(said[False])}"
     ignored = not_used(plan)
     return f"{words}; {ignored}" if ignored else words
@@ -254,7 +309,7 @@ def in_words(plan: RunPlan) -> str:
 def not_used(plan: RunPlan) -> str:
     """What was given and changes nothing in this plan, and why; empty if there is no such thing."""
     idle = [
-        f"{_typed(name)}{'' if value is True else f' {_shown(value)}'} ({why})"
+        f"{_typed(name)}{'' if value is True else f' {_shown(name, value)}'} ({why})"
         for name, why in unused(plan).items()
         if (value := plan.given.get(name)) is not None
     ]
@@ -265,10 +320,11 @@ def _typed(name: str) -> str:
     return name.removesuffix("_s").replace("_", "-")
 
 
-def _shown(value: object) -> str:
+def _shown(name: str, value: object) -> str:
     if isinstance(value, tuple):
         return shlex.join(value)
-    return f"{value:g} s" if isinstance(value, float) else str(value)
+    unit = " s" if name.endswith("_s") else ""
+    return f"{value:g}{unit}" if isinstance(value, float) else str(value)
 
 
 def _config(plan: RunPlan, replicas: int) -> dict[str, object]:
@@ -319,6 +375,21 @@ def _summary(outcome: RunOutcome, plan: RunPlan, began: float) -> str:
     if outcome.deaths:
         words.append(f"deaths {outcome.deaths}, restarts {outcome.restarts}")
     return ", ".join(words)
+
+
+def _of_unsaved(outcome: RunOutcome, plan: RunPlan, path: Path) -> str | None:
+    """That the script has saved nothing of what it has trained, and how the model can still be had."""
+    if outcome.saved is not None or outcome.steps <= outcome.resumed_at:
+        return None
+    if plan.join is not None:
+        how = f"--keys {plan.keys}" if plan.keys is not None else f"--token {plan.token}"
+        name = plan.container or path.name
+        save = f"paceline container save {name} model.safetensors --at {plan.join} {how}"
+        return f"the script never called trainer.save; the model is still with the servers: {save}"
+    if outcome.kept:
+        save = f"paceline container save {path} model.safetensors"
+        return f"the script never called trainer.save; the model is kept in the run folder: {save}"
+    return "the script never called trainer.save, and its model is gone"
 
 
 def _of_target(outcome: RunOutcome, seen: TargetSeen) -> str:

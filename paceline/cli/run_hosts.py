@@ -22,11 +22,47 @@ def check_hosts(given: Mapping[str, Any], hosts: int, strategy: Strategy, on_fai
         raise StrategyError(field, value, "tables on servers work on one host so far, leave out --only sparse")
     if strategy.server_processes and "join" in given and "emulate" in given:
         raise StrategyError(field, value, "emulated hosts reach no server outside, leave out --join")
-    if strategy.server_processes and not {"join", "emulate", "token", "keys"} & given.keys():
+    if strategy.server_processes and not {"join", "emulate", "on", "token", "keys"} & given.keys():
         expected = "say how servers tell friends from strangers, --token with a secret file on every host, or --keys"
         raise StrategyError("servers", strategy.server_processes, expected)
-    if on_failure != "stop" and ("join" in given or not strategy.on_servers):
-        raise StrategyError("on-failure", on_failure, "between several hosts no death is survived yet: give stop")
+    if on_failure != "stop" and (why := why_no_death_is_survived(given, strategy)) is not None:
+        raise StrategyError("on-failure", on_failure, f"between several hosts no death is survived {why}, give stop")
+    if on_failure == "restart" and not strategy.on_servers:
+        raise StrategyError("on-failure", on_failure, "mirrored replicas of several hosts are not started again so far")
+
+
+def why_no_death_is_survived(given: Mapping[str, Any], strategy: Strategy) -> str | None:
+    """In what kind of run on several hosts a death ends all; None: in no such run."""
+    if "join" in given:
+        return "with servers that run already"
+    if strategy.on_servers:
+        return None
+    if strategy.devices > 1:
+        return "of a cut model, which needs all its devices"
+    if strategy.steps_locally:
+        return f"with {'--gossip' if strategy.gossip else '--every'}, where each host has steps of its own"
+    if strategy.exchange == "collective":
+        return "with --exchange collective"
+    return None
+
+
+def check_secure(given: Mapping[str, Any], hosts: int) -> None:
+    """TLS is for servers of a run on several hosts; and `--secure` for hosts that have a secret in common."""
+    flag = next((name for name in ("secure", "keys") if name in given), None)
+    if flag is None:
+        return
+    value = "set" if flag == "secure" else given[flag]
+    if hosts == 1:
+        raise StrategyError(flag, value, "nothing leaves this host, leave it out, or give --nnodes")
+    if "servers" not in given:
+        expected = "gradients of mirrored replicas travel by torch.distributed, which has no TLS, it needs --servers"
+        raise StrategyError(flag, value, expected)
+    if flag == "keys":
+        return
+    if "keys" in given:
+        raise StrategyError("secure", "set", "these --keys are used, and it would make others, give only one")
+    if not {"token", "emulate", "on"} & given.keys():
+        raise StrategyError("secure", "set", "its keys are made of a secret that every host has, give it with --token")
 
 
 def hosts_of_servers(given: Mapping[str, Any], hosts: int, strategy: Strategy) -> str | None:
@@ -49,7 +85,7 @@ def hosts_of_servers(given: Mapping[str, Any], hosts: int, strategy: Strategy) -
 
 
 def which_host(given: Mapping[str, Any], hosts: int) -> int:
-    if hosts > 1 and "host" not in given and "emulate" not in given:
+    if hosts > 1 and not {"host", "emulate", "on"} & given.keys():
         raise StrategyError("nnodes", hosts, f"give every host its number, --node-rank 0 to {hosts - 1}")
     host: int = given.get("host", 0)
     if host >= hosts:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import os
+import re
 import secrets
 import socket
 from collections.abc import Mapping
@@ -18,9 +19,16 @@ from typing import Any
 
 from paceline.cli import is_count, is_port, was_given
 from paceline.cli.cut import CUT_FLAGS, read_split
-from paceline.cli.run_hosts import check_hosts, hosts_of_servers, which_host
+from paceline.cli.engine_flags import ENGINE_FLAGS, check_engine, hosts_by_default
+from paceline.cli.run_hosts import (
+    check_hosts,
+    check_secure,
+    hosts_of_servers,
+    which_host,
+    why_no_death_is_survived,
+)
 from paceline.errors import StrategyError
-from paceline.exchange.board import MOST_REPLICAS
+from paceline.exchange.board import MOST_HOSTS, MOST_REPLICAS
 from paceline.launch.emulate import Emulation
 from paceline.launch.job import POLICIES, RunJob
 from paceline.launch.meeting import HostsSetting
@@ -30,11 +38,11 @@ from paceline.rules import Async, Rule, Sync
 from paceline.run_place import Place, ServersPlace, check_container
 from paceline.slow_replicas import parse_slow
 from paceline.split.values import Split
-from paceline.strategy import Centralized, Mirrored, Strategy, one_of
+from paceline.strategy import Centralized, Mirrored, Strategy, limited, one_of
 from paceline.watch.target import Target
 
 DEFAULT_PORT = 29500
-MOST_HOSTS = 1024
+LOST_AFTER_S = 20.0
 # Flags that are not named as the setting they lead to.
 _SETTINGS = {
     "nproc_per_node": "replicas",
@@ -42,6 +50,7 @@ _SETTINGS = {
     **dict.fromkeys(("accept", "async", "bounded", "stale", "stale_lr"), "rule"),
     **dict.fromkeys(CUT_FLAGS, "split"),
 }
+LOCAL_STEPS = ("every", "gossip", "outer_momentum", "outer_lr")  # of hosts that each make steps of their own
 _OF_RULES = ("accept", "async", "bounded", "stale", "stale_lr")
 _OF_SERVERS = (*_OF_RULES, "durability", "warmup_epochs", "warmup_steps", "in_graph")
 _JOINED = ("join", "container", "token", "keys")
@@ -53,7 +62,9 @@ _FLAGS = {
     "rendezvous": "--rdzv-endpoint",
     "module": "-m",
     "longest_s": "--longest",
+    "lost_after_s": "--lost-after",
 }
+_AS_GIVEN = ("lost_after_s", "secure", "slow")
 _STOPS = ("until", "goes_on", "longest_s", "most_steps")
 # Of these every host may have its own.
 _OF_ONE_HOST = ("script", "arguments", "host", "rendezvous", "save_on_stop", "token", "keys")
@@ -70,6 +81,7 @@ class RunPlan:
     on_failure: str
     max_restarts: int
     save_on_stop: str | None
+    operation_timeout_s: float | None
     hosts: int
     host: int
     rendezvous: str | None
@@ -79,11 +91,21 @@ class RunPlan:
     token: str | None = None
     keys: str | None = None
     servers_on: str | None = None  # hosts, such as 0,2
+    lost_after_s: float = LOST_AFTER_S  # of silence
+    secure: bool = False  # TLS between hosts
     until: str | None = None  # a target, such as accuracy>=0.97
     goes_on: bool = False  # after it was reached
     longest_s: float | None = None
     most_steps: int | None = None
     slow: str | None = None  # replicas that are made stragglers, such as 2:5x
+    devices: str | None = None  # of torch's, one a replica of a host in turn, such as cuda:0,cuda:1
+    on: str | None = None  # the engine that has the hosts, such as ray:10.0.0.1:6379
+    cores_per_node: int | None = None  # to ask of it
+    gpus_per_node: int | None = None
+    runtime_env: str | None = None
+    srun: str | None = None
+    image: str | None = None
+    manifest: str | None = None
     module: bool = False  # `script` is the name of a module, as with `python -m`
     run_folder: str | None = None
     plain: bool = False
@@ -95,9 +117,9 @@ class RunPlan:
     def settings(self) -> dict[str, object]:
         """What a person may want to know of it, by name."""
         without = (name for name in _JOINED if self.join is None and getattr(self, name) is None)
-        hidden = {"strategy", "given", *_SEEN, *without}
+        hidden = {"strategy", "given", *_SEEN, *ENGINE_FLAGS, *without}
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in hidden}
-        own["goes_on"] = own["goes_on"] or None
+        own["goes_on"], own["secure"] = own["goes_on"] or None, own["secure"] or None
         return {**own, **self.strategy.settings}
 
     @property
@@ -132,6 +154,13 @@ class RunPlan:
         own |= {"json": False} if host == 0 else {"json": False, "quiet": True}
         return replace(self, **own, given={**self.given, **own})
 
+    def on_engine_host(self, host: int, rendezvous: str, run_folder: str | None) -> RunPlan:
+        """The plan of one host on an engine: all of this one, of which the first host speaks to the user."""
+        own: dict[str, Any] = {**dict.fromkeys(ENGINE_FLAGS), "run_folder": run_folder}
+        own |= {"hosts": self.hosts, "host": host, "rendezvous": rendezvous} if self.hosts > 1 else {}
+        own |= {"json": False, "quiet": True} if host else {}
+        return replace(self, **own, given={**self.given, **own})
+
     def job(self, place: Place, container: str = "") -> RunJob:
         """What is started on this host; `place`: of its first replica."""
         return RunJob(
@@ -154,8 +183,8 @@ class RunPlan:
 
     @property
     def meets(self) -> bool:
-        """Whether the supervisors of several hosts meet: they start servers that all replicas use."""
-        return self.hosts > 1 and bool(self.server_hosts)
+        """Whether the supervisors of several hosts meet; not if all they share is servers that run already."""
+        return self.hosts > 1 and (bool(self.server_hosts) or not self.strategy.on_servers)
 
     @property
     def server_hosts(self) -> tuple[int, ...]:
@@ -177,6 +206,7 @@ class RunPlan:
             keys=Keys.load(Path(self.keys)) if self.keys is not None else None,
             settings={_flag(name).lstrip("-"): str(value) for name, value in own.items()} | versions,
             timeout_s=self.strategy.timeout_s,
+            lost_after_s=self.lost_after_s,
         )
 
     def place(self, run_folder: Path) -> Place:
@@ -201,7 +231,10 @@ class RunPlan:
             run_folder=str(run_folder.resolve()),
             save_on_stop=os.path.abspath(self.save_on_stop) if self.save_on_stop is not None else None,
             most_steps=self.most_steps,
+            operation_timeout_s=self.operation_timeout_s,
+            restarts=self.on_failure == "restart",
             slow=parse_slow(self.slow, self.strategy.replicas) if self.slow is not None else {},
+            accelerators=self.devices.split(",") if self.devices is not None else [],
             strategy=self.strategy,
             servers=servers,
         )
@@ -216,6 +249,15 @@ class RunPlan:
         return f"{address}:{int(port) + (1 if int(port) < 65535 else -1)}"  # all hosts have to know it
 
 
+def _check_operation_timeout(limit_s: float, strategy: Strategy, hosts: int, on_failure: str) -> None:
+    """Refuse a limit of calls that cannot be given up without leaving something half done."""
+    why = limited(strategy, hosts, restarts=on_failure == "restart")
+    if strategy.on_servers:
+        why = "of replicas with servers, whose evaluations are divided among whoever comes,"
+    if why is not None:
+        raise StrategyError("operation-timeout", limit_s, f"calls {why} cannot be given up halfway, leave it out")
+
+
 def _flag(setting: str) -> str:
     return _FLAGS.get(setting, f"--{setting.removesuffix('_s').replace('_', '-')}")
 
@@ -226,14 +268,21 @@ def _flag(setting: str) -> str:
 def resolve(options: argparse.Namespace) -> RunPlan:
     """The plan behind the flags; a sentence for whatever is wrong with them."""
     given = {name: value for name, value in vars(options).items() if value is not None and value is not False}
-    hosts = Emulation.parse(given["emulate"]).hosts if "emulate" in given else given.get("hosts", 1)
+    check_engine(given)
+    if "emulate" in given:
+        hosts = Emulation.parse(given["emulate"]).hosts
+    else:
+        hosts = given.get("hosts", hosts_by_default(given))
     if hosts > MOST_HOSTS:
         raise StrategyError("nnodes", hosts, f"give at most {MOST_HOSTS}")
     _check_join(given, hosts)
     split = read_split(given)
     strategy = _strategy(given, _count_replicas(given, hosts, split), split)
-    own_servers = strategy.on_servers and "join" not in given
-    survives = (hosts == 1 or own_servers) and split is None and not by_collectives(strategy)
+    survives = (
+        (hosts == 1 or why_no_death_is_survived(given, strategy) is None)
+        and split is None
+        and not by_collectives(strategy)
+    )
     on_failure = one_of("on-failure", given.get("on_failure", "continue" if survives else "stop"), POLICIES)
     if by_collectives(strategy) and on_failure != "stop":
         raise StrategyError("on-failure", on_failure, "replicas that use collectives survive no death: give stop")
@@ -241,13 +290,16 @@ def resolve(options: argparse.Namespace) -> RunPlan:
         raise StrategyError("on-failure", on_failure, "a cut model needs all its devices: give stop or restart")
     if hosts > 1:
         check_hosts(given, hosts, strategy, on_failure)
-    elif given.get("every", 1) > 1 and not by_collectives(strategy):
+    elif given.get("every") != 1 and not by_collectives(strategy):
         expected = "replicas of one host share memory and send nothing, it is for several hosts, leave it out"
-        raise StrategyError("every", given["every"], expected)
+        _refuse(given, LOCAL_STEPS, expected)
+    if "operation_timeout_s" in given:
+        _check_operation_timeout(given["operation_timeout_s"], strategy, hosts, on_failure)
     if "slow" in given:
         parse_slow(given["slow"], strategy.replicas)
     if "goes_on" in given and "until" not in given:
         raise StrategyError("goes-on", "set", "it is about a target, add --until")
+    as_given = (*_JOINED[1:], *_STOPS[1:], *_AS_GIVEN, *ENGINE_FLAGS, *_SEEN)
     return RunPlan(
         script=options.script,
         arguments=tuple(options.arguments or ()),
@@ -255,6 +307,7 @@ def resolve(options: argparse.Namespace) -> RunPlan:
         on_failure=on_failure,
         max_restarts=given.get("max_restarts", 10),
         save_on_stop=given.get("save_on_stop"),
+        operation_timeout_s=given.get("operation_timeout_s"),
         hosts=hosts,
         host=which_host(given, hosts),
         rendezvous=_rendezvous(given, hosts, strategy),
@@ -262,14 +315,15 @@ def resolve(options: argparse.Namespace) -> RunPlan:
         join=",".join(addresses("join", given["join"])) if "join" in given else None,
         until=str(Target.parse(given["until"])) if "until" in given else None,
         servers_on=hosts_of_servers(given, hosts, strategy),
-        **{name: given[name] for name in (*_JOINED[1:], *_STOPS[1:], "slow", *_SEEN) if name in given},
+        devices=_devices(given, strategy),
+        **{name: given[name] for name in as_given if name in given},
         given=given,
     )
 
 
 def _check_join(given: Mapping[str, Any], hosts: int) -> None:
     if "join" not in given:
-        spread = hosts > 1 and "servers" in given
+        spread = hosts > 1
         for flag in ("container",) if spread else ("container", "token", "keys"):
             if flag in given:
                 also = ", or to servers of a run on several hosts" if flag != "container" else ""
@@ -279,7 +333,9 @@ def _check_join(given: Mapping[str, Any], hosts: int) -> None:
             raise StrategyError(
                 "token", given["token"], "certificates tell who comes, give only one of --token, --keys"
             )
+        check_secure(given, hosts)
         return
+    _refuse(given, ("secure",), "servers that run already have keys of their own, give --keys")
     if given.get("servers", count := len(addresses("join", given["join"]))) != count:
         raise StrategyError("servers", given["servers"], "--join uses servers that run already, leave it out")
     if "token" not in given and "keys" not in given:
@@ -309,7 +365,7 @@ def addresses(field: str, text: str) -> list[str]:
 
 def _strategy(given: Mapping[str, Any], replicas: int, split: Split | None) -> Strategy:
     common = {name: given[name] for name in ("wire", "exchange", "timeout_s") if name in given}
-    mirrored = {name: given[name] for name in ("batchnorm", "every") if name in given}
+    mirrored = {name: given[name] for name in ("batchnorm", *LOCAL_STEPS) if name in given}
     if "only" in given:
         one_of("only", given["only"], ("sparse",))
         if "servers" not in given:
@@ -321,7 +377,7 @@ def _strategy(given: Mapping[str, Any], replicas: int, split: Split | None) -> S
     if "servers" not in given and "join" not in given:
         _refuse(given, _OF_SERVERS, "it needs servers, give --servers 1 or more")
         return Mirrored(replicas=replicas, split=split, **common, **mirrored)
-    _refuse(given, ("every",), "with servers replicas push at each step, leave it out")
+    _refuse(given, LOCAL_STEPS, "with servers replicas push at each step, leave it out")
     if given.get("batchnorm", "local") != "local":
         raise StrategyError("batchnorm", given["batchnorm"], "with servers statistics are local, leave it out")
     servers = len(addresses("join", given["join"])) if "join" in given else given["servers"]
@@ -334,6 +390,23 @@ def _refuse(given: Mapping[str, Any], flags: tuple[str, ...], expected: str) -> 
     for flag in flags:
         if flag in given:
             raise StrategyError(flag.replace("_", "-"), "set" if given[flag] is True else given[flag], expected)
+
+
+def _devices(given: Mapping[str, Any], strategy: Strategy) -> str | None:
+    """The devices that replicas compute on, as they were given."""
+    text: str | None = given.get("devices")
+    if text is None:
+        return None
+    named = [device.strip() for device in text.split(",")]
+    for device in named:
+        if not re.fullmatch(r"[a-z]+(:[0-9]{1,4})?", device):
+            raise StrategyError("devices", text, f"{device!r} is no device of torch's, give such as cuda:0,cuda:1")
+    if strategy.split is not None:
+        raise StrategyError("devices", text, "a model that is cut is computed by processes on cores, leave it out")
+    if strategy.in_graph:
+        expected = "replicas that are threads compute on the cores of one process so far, leave out --in-graph"
+        raise StrategyError("devices", text, expected)
+    return ",".join(named)
 
 
 def _rule(given: Mapping[str, Any]) -> Rule:
@@ -373,9 +446,9 @@ def _rendezvous(given: Mapping[str, Any], hosts: int, strategy: Strategy) -> str
         if hosts > 1 and "master_addr" not in given:
             raise StrategyError("master-port", given["master_port"], "say where host 0 is, --master-addr 10.0.0.1")
     if endpoint is None:
-        if hosts > 1 and "emulate" not in given:
+        if hosts > 1 and not {"emulate", "on"} & given.keys():
             raise StrategyError("nnodes", hosts, f"say where host 0 is, --rdzv-endpoint 10.0.0.1:{DEFAULT_PORT}")
-        return f"127.0.0.1:{free_port()}" if hosts == 1 and by_collectives(strategy) else None
+        return f"127.0.0.1:{free_port()}" if hosts == 1 and by_collectives(strategy) and "on" not in given else None
     address, colon, port = endpoint.rpartition(":")
     if not colon:
         return f"{endpoint}:{DEFAULT_PORT}"

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import importlib.util
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,6 +26,7 @@ from paceline.cli.cut import add_cut_arguments
 from paceline.cli.run import (
     add_bound_arguments,
     add_fault_arguments,
+    add_join_arguments,
     add_server_arguments,
     add_strategy_arguments,
     not_used,
@@ -34,10 +36,10 @@ from paceline.compare.plot import MISSING, can_plot
 from paceline.errors import InvalidInput, LaunchError, StrategyError
 from paceline.launch.cores import allowed_cores
 from paceline.launch.signals import stop_is_interrupt
-from paceline.run_place import INTERRUPTED
+from paceline.run_place import INTERRUPTED, MOST_NAME
 from paceline.search.goal import Goal
 from paceline.search.leaderboard import as_markdown, shown
-from paceline.search.plot import plot
+from paceline.search.plot import load_drawing, plot
 from paceline.search.proposals import SAMPLERS, SamplerName
 from paceline.search.script_arguments import ScriptArguments, find_arguments
 from paceline.search.space import SearchSpace
@@ -119,6 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_strategy_arguments(parser)
     add_cut_arguments(parser)
     add_server_arguments(parser)
+    add_join_arguments(parser)  # each trial has a container of its own there
     add_fault_arguments(parser)
     add_bound_arguments(parser.add_argument_group("when a trial has done enough"))
 
@@ -146,7 +149,7 @@ def execute(options: argparse.Namespace) -> int:
     search = Search(
         script=options.script,
         arguments=arguments,
-        command=partial(_command, plan, arguments),
+        command=partial(trial_command, plan, arguments),
         space=space,
         goal=goal,
         sampler=sampler,
@@ -205,8 +208,19 @@ def _plan(options: argparse.Namespace) -> RunPlan:
     return plan
 
 
-def _command(plan: RunPlan, arguments: ScriptArguments, trial: TrialPlace) -> list[str]:
-    return replace(plan, arguments=arguments.of(trial)).command()
+def trial_command(plan: RunPlan, arguments: ScriptArguments, trial: TrialPlace) -> list[str]:
+    """What `paceline` is given to make that trial by this plan, but for its run folder."""
+    plan = replace(plan, arguments=arguments.of(trial))
+    if plan.join is not None:
+        name = _container(trial)
+        plan = replace(plan, container=name, given={**plan.given, "container": name})
+    return plan.command()
+
+
+def _container(trial: TrialPlace) -> str:
+    """Its own on joined servers, the same whenever it is started again: the search's name and the trial's."""
+    parts = Path(trial.folder).parts
+    return "-".join(parts[-2 if trial.fold is None else -3 :])[-MOST_NAME:].lstrip(".")
 
 
 def _check_machine(options: argparse.Namespace, plan: RunPlan) -> None:
@@ -260,6 +274,8 @@ class TuneCommand:
         if self._ignored:
             self.say(self._ignored)
         try:
+            if can_plot():  # what the picture in the end needs takes a while to load: trials run meanwhile
+                threading.Thread(target=load_drawing, name="paceline-drawing").start()
             with stop_is_interrupt(), self._shown():
                 self._tuner.run()
         except KeyboardInterrupt:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paceline.cli.run_plan import RunPlan, by_collectives
+from paceline.cli.run_plan import LOCAL_STEPS, RunPlan, by_collectives
 from paceline.net.secure import is_loopback
 
 Condition = Callable[[RunPlan], bool]
@@ -30,6 +30,10 @@ def _nothing_on_a_link(plan: RunPlan) -> bool:
     return plan.hosts == 1 and not by_collectives(strategy)
 
 
+def _no_local_steps(plan: RunPlan) -> bool:
+    return not plan.strategy.on_servers and plan.strategy.every == 1
+
+
 def _one_process(plan: RunPlan) -> bool:
     return plan.strategy.processes == 1 and plan.strategy.server_processes == 0
 
@@ -46,7 +50,8 @@ def _no_restart(plan: RunPlan) -> bool:
 
 _TABLE: tuple[tuple[str, Condition, str], ...] = (
     ("wire", _nothing_on_a_link, "no gradient crosses a link"),
-    ("every", _nothing_on_a_link, "no gradient crosses a link"),
+    *((flag, _nothing_on_a_link, "no gradient crosses a link") for flag in LOCAL_STEPS),
+    ("outer_lr", _no_local_steps, "hosts make no steps by themselves"),
     ("batchnorm", lambda plan: plan.strategy.replicas == 1, "there is one replica"),
     ("batchnorm", lambda plan: plan.strategy.on_servers, "with servers each replica has its own statistics"),
     ("exchange", _one_process, "there is one process"),
@@ -63,5 +68,6 @@ _TABLE: tuple[tuple[str, Condition, str], ...] = (
     ("on_failure", lambda plan: _one_process(plan) and plan.on_failure != "restart", "nobody would go on"),
     ("max_restarts", _no_restart, "nothing is started again, --on-failure restart would"),
     ("host", lambda plan: plan.hosts == 1, "there is one host"),
+    ("lost_after_s", lambda plan: not plan.meets, "supervisors of several hosts do not meet here"),
     ("plain", lambda plan: plan.quiet, "--quiet shows no progress"),
 )

@@ -6,7 +6,8 @@
 batches of any class.
 """
 
-from paceline.data.feed import Ahead, Feed, open_feed
+from paceline.data.ahead import Ahead
+from paceline.data.feed import Feed, open_feed
 from paceline.data.ledger import Lease, Ledger
 
 __all__ = ["Ahead", "Feed", "Lease", "Ledger", "open_feed"]

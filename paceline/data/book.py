@@ -110,11 +110,6 @@ class Book:
         self._counted[epoch] = merged([*self._counted[epoch], *runs])
         self._look_for_finished()
 
-    def give_back_all(self) -> None:
-        """Whatever is out: those who had it are gone."""
-        for epoch, runs in list(self._out.items()):
-            self.give_back(epoch, runs)
-
     # ── what can be asked ────────────────────────────────────────────────────────────────────────────────
 
     def finished(self, stop_epoch: int) -> bool:

@@ -83,10 +83,12 @@ def describe_function(function: Any) -> str:
 
 def describe(dataset: Any) -> str:
     """Returns what can be told of a dataset without loading samples, which may be others each time: what it is, and a
-    checksum of some of its tensors' rows, or of its indices.
+    checksum of some of its tensors' rows, of its indices, or of what it lists.
 
     >>> describe((torch.zeros(6, 2), torch.arange(6)))
     'float32[2], int64[] (checksum e9ba1137)'
+    >>> describe(["a/1.png", "a/2.png"]) == describe(["b/1.png", "b/2.png"]), describe(["a/2.png", "a/1.png"])
+    (True, 'list (checksum 0ddb17db)')
     """
     text = _described(dataset)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({zlib.crc32(text.encode()):08x})"
@@ -108,7 +110,28 @@ def _described(dataset: Any) -> str:
         return f"{kind} {zlib.crc32(repr(list(map(int, looked_at))).encode()):08x} of {_described(dataset.dataset)}"
     if isinstance(dataset, ConcatDataset):
         return f"{kind} of {', '.join(map(_described, dataset.datasets))}"
-    return kind
+    found = 0
+    for kept in (lists := _lists_of(dataset)):
+        for at in _some(len(kept)).tolist():
+            found = zlib.crc32(checksum_of(_without_folders(kept[at])).to_bytes(4, "little"), found)
+    return f"{kind} (checksum {found:08x})" if lists else kind
+
+
+def _lists_of(dataset: Any) -> list[Any]:
+    """Returns what a dataset keeps of its samples, such as the names of their files: lists and arrays as long as it is.
+    Each process may have put them into an order of its own."""
+    kinds = (list, tuple, np.ndarray, Tensor)
+    if isinstance(dataset, kinds):
+        return [dataset]
+    kept = [value for _, value in sorted(vars(dataset).items())] if hasattr(dataset, "__dict__") else []
+    kept = [value for value in kept if isinstance(value, kinds) and getattr(value, "shape", None) != ()]
+    return [value for value in kept if len(value) == len(dataset)]
+
+
+def _without_folders(sample: Any) -> list[Any]:
+    """Returns what a sample holds; of names of files the last part, since hosts may have them in different places."""
+    leaves = leaves_in(sample)
+    return [os.path.basename(leaf) if isinstance(leaf, (str, os.PathLike)) else leaf for leaf in leaves]
 
 
 def _checksum(tensors: list[Tensor] | tuple[Tensor, ...]) -> int:

@@ -22,8 +22,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from paceline.combining import Combination, How, Kind
 from paceline.deadlines import check_limit, shortest
-from paceline.ensemble.combining import Combination, How, Kind
+from paceline.ensemble.combining import combined
 from paceline.ensemble.members_between import MembersBetween
 from paceline.ensemble.members_here import MembersHere
 from paceline.ensemble.placement import place_members
@@ -77,12 +78,7 @@ class Ensemble:
         _check_members(by_name)
         self._combination = Combination(combine, outputs, class_dim, None if weights is None else tuple(weights))
         self._combination.check(count)
-        all_needed = combine == "stacked"  # its weights were fitted to all of them together
-        self.quorum = (count if all_needed else count // 2 + 1) if quorum is None else quorum
-        if isinstance(self.quorum, bool) or not isinstance(self.quorum, int) or not 1 <= self.quorum <= count:
-            raise InvalidInput("quorum", quorum, f"give a whole number from 1 to {count}, the number of members")
-        if all_needed and self.quorum < count:
-            raise InvalidInput("quorum", quorum, f"stacked weights belong together, give {count}, or another combine")
+        self.quorum = self._combination.quorum(quorum, count)
         if where not in ("here", "between"):
             raise InvalidInput("where", where, "give 'here' (threads of this process) or 'between' (a process each)")
         self.names = tuple(by_name)
@@ -111,7 +107,7 @@ class Ensemble:
         if len(question.answers) < self.quorum:
             raise self._too_few(question, limit_s, until)
         arrived = sorted(question.answers)
-        value = self._combination.of([question.answers[member] for member in arrived], arrived)
+        value = combined(self._combination, [question.answers[member] for member in arrived], arrived)
         missing = {
             name: question.failures.get(member, f"it was not done within {limit_s or 0:g} s")
             for member, name in enumerate(self.names)

@@ -11,7 +11,7 @@ at the end were found on all.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +19,14 @@ import msgspec
 import torch
 from torch import nn
 
+from paceline.combining import Combination, Kind
 from paceline.data.batch_values import leaves_in
-from paceline.ensemble.combining import Combination, Kind
-from paceline.ensemble.paired_test import PairedResult, SampleMetric, compare_pairs
+from paceline.ensemble.combining import combined
+from paceline.ensemble.paired_test import PairedResult, compare_pairs
 from paceline.ensemble.playback import Playback, answers_heard
 from paceline.ensemble.stacking import fit_weights
 from paceline.errors import InvalidInput, LossError, ModelError
-from paceline.loop.evaluation import Metric
-from paceline.loop.returned_loss import read_number
+from paceline.loop.validation import SampleMetric, ValidationSet, mean_of
 
 FOLDS = 5
 SAME = 1e-4  # a metric over a batch and the mean over its samples differ by no more than that
@@ -56,18 +56,6 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     better: PairedResult  # than the best member
 
 
-@dataclass(frozen=True)
-class ValidationSet:
-    """The samples of an evaluation, how they are loaded, and by what a model is measured on them."""
-
-    load: Callable[[range], Any]
-    length: int
-    at_once: int
-    metric: Metric
-    loss: Metric
-    name: str
-
-
 @dataclass
 class _Piece:
     """Neighbouring samples of one fold, and what each member answers to the metric's calls of the model."""
@@ -81,10 +69,8 @@ class _Piece:
 class Judge:
     """Measures members and their combination on a validation set."""
 
-    def __init__(self, members: dict[str, nn.Module], validation: ValidationSet, wanted: str | None) -> None:
-        """`wanted`: which of the numbers, if the metric gives several by name."""
-        self._members, self._validation, self._wanted = members, validation, wanted
-        self.told = validation.name  # the metric's name
+    def __init__(self, members: dict[str, nn.Module], validation: ValidationSet) -> None:
+        self._members, self._validation = members, validation
 
     def judge(self, how: str, kind: Kind | None, class_dim: int | None, *, maximize: bool) -> Judgement:
         """Returns how good the ensemble is. `kind` None: what members answer with is found out."""
@@ -109,8 +95,8 @@ class Judge:
             for fold in sorted({piece.fold for piece in pieces}):
                 fitted = self._weights(how, kind, class_dim, pieces, members, maximize, but=fold)
                 by_fold[fold] = combination(fitted)
-        combined = self._measured(pieces, [_combined(by_fold[piece.fold], piece) for piece in pieces])
-        return self._told(how, kind, weights, members, combined, maximize=maximize)
+        together = self._measured(pieces, [_combined(by_fold[piece.fold], piece) for piece in pieces])
+        return self._told(how, kind, weights, members, together, maximize=maximize)
 
     # ── answers ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -144,21 +130,7 @@ class Judge:
         return _Measured(whole, single if agree else None)
 
     def _number(self, answers: Sequence[torch.Tensor], batch: Any, size: int) -> SampleMetric:
-        with torch.no_grad():
-            value = self._validation.metric(Playback(answers), batch)
-        if isinstance(value, dict):
-            value = self._picked(value)
-        number, count = read_number("metric", value)
-        return (number * size, float(size)) if count is None else (number, count)
-
-    def _picked(self, numbers: dict[str, Any]) -> Any:
-        """Returns the number that was asked for, of several."""
-        names = {f"{self._validation.name}/{key}": key for key in numbers}
-        wanted = self._wanted if self._wanted is not None or len(names) > 1 else next(iter(names))
-        if wanted not in names:
-            raise InvalidInput("metric", wanted, f"the evaluation tells {', '.join(names)}, give one of them")
-        self.told = str(wanted)
-        return numbers[names[self.told]]
+        return self._validation.number(Playback(answers), batch, size)
 
     # ── weights ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -182,10 +154,10 @@ class Judge:
                 if (size := len(pieces[at].samples))
             ]
             return fit_weights(loss, fitted, kind, class_dim)
-        values = [_mean([member.pieces[at] for at in used]) for member in members]
+        values = [mean_of([member.pieces[at] for at in used]) for member in members]
         if min(values) < 0 or (not maximize and min(values) == 0):
             raise InvalidInput(
-                "combine", "weighted", f"a member's {self.told} is {min(values):g}, it needs some above 0"
+                "combine", "weighted", f"a member's {self._validation.told} is {min(values):g}, it needs some above 0"
             )
         return [value if maximize else 1 / value for value in values] if max(values) > 0 else [1.0] * len(values)
 
@@ -212,10 +184,10 @@ class Judge:
         ]
         for value in (*(member.value for member in judged), combined.value):
             if not math.isfinite(value):
-                raise LossError("metric", value, f"{self.told} must be finite to be compared")
+                raise LossError("metric", value, f"{self._validation.told} must be finite to be compared")
         best = (max if maximize else min)(judged, key=lambda member: member.value)
         return Judgement(
-            metric=self.told,
+            metric=self._validation.told,
             maximize=maximize,
             samples=self._validation.length,
             paired_by="sample" if single else "batch",
@@ -238,19 +210,14 @@ class _Measured:
 
     @property
     def value(self) -> float:
-        return _mean(self.pieces)
-
-
-def _mean(values: Sequence[SampleMetric]) -> float:
-    count = math.fsum(count for _, count in values)
-    return math.fsum(total for total, _ in values) / count if count else math.nan
+        return mean_of(self.pieces)
 
 
 def _combined(combination: Combination, piece: _Piece) -> list[torch.Tensor]:
     calls = {len(heard) for heard in piece.calls}
     if len(calls) > 1:
         raise ModelError("metric", sorted(calls), "it calls members differently often, and must call all alike")
-    return [combination.of(list(answers)) for answers in zip(*piece.calls, strict=True)]
+    return [combined(combination, answers) for answers in zip(*piece.calls, strict=True)]
 
 
 def _by_sample(answers: Sequence[torch.Tensor], size: int) -> bool:

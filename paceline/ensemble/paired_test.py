@@ -19,13 +19,14 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from paceline.loop.validation import SampleMetric, mean_of
+
 LEVEL = 0.05
 _DRAWS = 10_000
 _MOST_WORK = 300_000_000  # samples that are drawn altogether
 _AT_ONCE = 1_000_000  # of them
 
 PairedVerdict = Literal["yes", "no", "too close to say"]
-SampleMetric = tuple[float, float]  # the metric's sum over a sample, and its count
 
 
 class PairedResult(msgspec.Struct, frozen=True):
@@ -49,7 +50,7 @@ def compare_pairs(one: Sequence[SampleMetric], other: Sequence[SampleMetric], *,
     'too close to say'
     """
     sign = 1.0 if maximize else -1.0
-    difference = sign * (_mean(one) - _mean(other))
+    difference = sign * (mean_of(one) - mean_of(other))
     gaps = [sign * (a[0] - b[0]) for a, b in zip(one, other, strict=True)]
     better, worse = sum(gap > 0 for gap in gaps), sum(gap < 0 for gap in gaps)
     test: Literal["McNemar", "bootstrap"]
@@ -88,7 +89,7 @@ def paired_bootstrap(one: Sequence[SampleMetric], other: Sequence[SampleMetric])
     >>> paired_bootstrap(high, low) < 0.001, paired_bootstrap(low, low)
     (True, 1.0)
     """
-    size, found = len(one), _mean(one) - _mean(other)
+    size, found = len(one), mean_of(one) - mean_of(other)
     if found == 0 or size < 2:
         return 1.0
     draws = max(200, min(_DRAWS, _MOST_WORK // size))
@@ -102,8 +103,3 @@ def paired_bootstrap(one: Sequence[SampleMetric], other: Sequence[SampleMetric])
             gaps = totals[:, 0] / totals[:, 1] - totals[:, 2] / totals[:, 3]
         against += int(np.sum(~(gaps * found > 0)))
     return min(1.0, 2 * (against + 1) / (draws + 1))
-
-
-def _mean(values: Sequence[SampleMetric]) -> float:
-    count = math.fsum(count for _, count in values)
-    return math.fsum(total for total, _ in values) / count if count else math.nan

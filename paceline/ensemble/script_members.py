@@ -14,22 +14,20 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from paceline.checkpoint_note import CheckpointNote, note_beside
-from paceline.errors import CheckpointError, DataError, InvalidInput, LaunchError, ModelError, PacelineError
+from paceline.combining import Kind
+from paceline.errors import CheckpointError, DataError, ModelError, PacelineError
 from paceline.launch.quick_start import load_compiler_late
+from paceline.launch.reached_script import ReachedScript
 from paceline.launch.resting_collector import rest_while_loading
-from paceline.launch.script import run_script
-from paceline.run_place import PLACE_VARIABLE, EvaluationWanted, Place, find_place
-from paceline.trial_values import TRIAL_VARIABLE
+from paceline.run_place import find_place
 
 if TYPE_CHECKING:
     from paceline.loop.reached import EvaluationReached
-
-NAMES = ("logits", "probabilities", "values", "labels")
 
 
 class MemberFile(msgspec.Struct, frozen=True):
@@ -54,7 +52,7 @@ class JudgeRequest(msgspec.Struct, frozen=True, kw_only=True):
     metric: str | None = None
     maximize: bool = True
     combine: str = "mean"
-    outputs: Literal["logits", "probabilities", "values", "labels"] | None = None
+    outputs: Kind | None = None
     class_dim: int | None = None
 
 
@@ -85,16 +83,18 @@ def _judged(request: JudgeRequest) -> msgspec.Struct:
     from torch import nn
 
     from paceline.data import Ledger, open_feed
-    from paceline.ensemble.judging import Judge, ValidationSet
+    from paceline.ensemble.judging import Judge
+    from paceline.loop.validation import ValidationSet
     from paceline.serve.predictor import load
 
+    script = ReachedScript(script=request.script, module=request.module, metric=request.metric)
     reached: dict[bytes, EvaluationReached] = {}
     models: dict[str, nn.Module] = {}
     described: dict[str, str] = {}  # the validation set, by member
     for member in request.members:
         key = member.key
         if key not in reached:
-            reached[key] = _run_to_evaluation(request, member, find_place())
+            reached[key] = script.run(member.made, find_place())
         try:
             model = copy.deepcopy(reached[key].model)
         except Exception as error:
@@ -123,35 +123,12 @@ def _judged(request: JudgeRequest) -> msgspec.Struct:
         end = reached[request.members[-1].key]
         ledger = Ledger(feed.length, end.at_once, shuffle=False)
         load_samples = lambda part: feed.load(ledger, 0, part)  # noqa: E731
-        validation = ValidationSet(load_samples, feed.length, end.at_once, end.metric, end.loss, end.name)
-        judge = Judge(models, validation, request.metric)
-        return judge.judge(request.combine, request.outputs, request.class_dim, maximize=request.maximize)
-
-
-def _run_to_evaluation(request: JudgeRequest, member: MemberFile, place: Place) -> EvaluationReached:
-    """Runs the script with a member's arguments, and returns what it has in hand at its evaluation."""
-    from paceline.loop.reached import EvaluationReached
-
-    os.environ[PLACE_VARIABLE] = msgspec.json.encode(place).decode()
-    kept_arguments, kept_path = sys.argv, list(sys.path)
-    sys.argv = [sys.argv[0], *(["-m"] if request.module else []), request.script, *member.made.arguments]
-    os.environ.pop(TRIAL_VARIABLE, None)
-    if member.made.trial is not None:
-        os.environ[TRIAL_VARIABLE] = msgspec.json.encode(member.made.trial).decode()
-    with_flags = f"{request.script} {' '.join(member.made.arguments)}".rstrip()
-    try:
-        run_script(place)
-    except EvaluationReached as reached:
-        return reached
-    except SystemExit as end:
-        if end.code:
-            raise LaunchError(f"{with_flags} ended with exit code {end.code} before it evaluated anything") from None
-    finally:
-        sys.argv, sys.path[:] = kept_arguments, kept_path
-    if place.reaching != EvaluationWanted():
-        first = _run_to_evaluation(request, member, msgspec.structs.replace(place, reaching=EvaluationWanted()))
-        raise InvalidInput("metric", request.metric, f"{with_flags} tells none of this name, but {first.name!r}")
-    raise LaunchError(f"{with_flags} ended and evaluated nothing by name: call trainer.evaluate(…, name='accuracy')")
+        validation = ValidationSet(
+            load_samples, feed.length, end.at_once, end.metric, end.loss, end.name, request.metric
+        )
+        return Judge(models, validation).judge(
+            request.combine, request.outputs, request.class_dim, maximize=request.maximize
+        )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from paceline.ensemble.combining import Kind, stacked_by
+from paceline.combining import Kind
+from paceline.ensemble.combining import stacked_by
 from paceline.ensemble.playback import Playback
 from paceline.errors import ModelError
 from paceline.loop.evaluation import Metric

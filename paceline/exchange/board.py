@@ -5,6 +5,7 @@ first member of a step, or the supervisor), so no locks are needed: aligned 8-by
 
     word 0 … 63          of the host: membership epoch, stop request …
     word 64 + 64·r …     row of replica r: alive, what it works on, where it has arrived …
+    the last 1024 words  one a host of the run: how many of its replicas take part (`host_views`)
 
 An *op* is one thing all replicas do together (a step, an evaluation, a save), numbered in program order. The
 *membership epoch* changes whenever a replica dies or joins. A replica that tries an op under an epoch writes the
@@ -31,7 +32,10 @@ from paceline.exchange.words import MOST_ARENAS, ROW_WORDS, HostWord, Kind, Phas
 from paceline.memory import segment
 
 BOARD_BYTES = 1 << 20
-MOST_REPLICAS = BOARD_BYTES // 8 // ROW_WORDS - 1
+MOST_HOSTS = 1024
+_ROWS_BYTES = BOARD_BYTES - 8 * MOST_HOSTS
+MOST_REPLICAS = _ROWS_BYTES // 8 // ROW_WORDS - 1
+MOST_TEXT = 256  # bytes
 
 EPOCH_BITS = 20
 COLLECTIVE_BITS = 16
@@ -57,6 +61,14 @@ def other_call(one: str, does: Kind, other: str, other_does: Kind) -> Stalled:
     )
 
 
+class OpGivenUp(Exception):
+    """A member was late, and has given this op up: so do all."""
+
+    def __init__(self, by: int) -> None:
+        super().__init__(by)
+        self.by = by
+
+
 class MemberLost(Exception):
     """A member died, or moved on to a later epoch, before this op could complete: try it again without it."""
 
@@ -69,6 +81,12 @@ class Members:
     epoch: int
     ranks: tuple[int, ...]
     replica: int  # who is looking
+    view: HostsView | None = None  # of all hosts, if a supervisor keeps them together; its number is the epoch
+
+    @property
+    def lanes(self) -> int:
+        """How many of them own shards: as many as every host has, so that each finds its like everywhere."""
+        return len(self.ranks) if self.view is None else self.view.lanes
 
     @property
     def tag(self) -> int:
@@ -78,6 +96,37 @@ class Members:
     def first(self) -> int:
         """The member that decides what one of them has to decide."""
         return self.ranks[0]
+
+
+@dataclass(frozen=True)
+class HostsView:
+    """Which hosts take part in a run, from one death or arrival to the next, with how many members each.
+
+    >>> view = HostsView(3, (2, 0, 1))
+    >>> view.hosts, view.lanes, view.total, view.before(2)
+    ((0, 2), 1, 3, 2)
+    """
+
+    number: int
+    counts: tuple[int, ...]  # members by host; 0: it does not take part
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        return tuple(host for host, count in enumerate(self.counts) if count)
+
+    @property
+    def lanes(self) -> int:
+        """What every host has at least."""
+        return min((count for count in self.counts if count), default=0)
+
+    @property
+    def total(self) -> int:
+        """Members of all hosts."""
+        return sum(self.counts)
+
+    def before(self, host: int) -> int:
+        """Members of the hosts before that one."""
+        return sum(self.counts[:host])
 
 
 class Board:
@@ -124,6 +173,19 @@ class Board:
     def host_set(self, word: int, value: int) -> None:
         self._ints[word] = value
 
+    def read_text(self, word: int) -> str:
+        return self._map[8 * word : 8 * word + MOST_TEXT].rstrip(b"\0").decode()
+
+    def write_text(self, word: int, text: str) -> None:
+        self._map[8 * word : 8 * word + MOST_TEXT] = text.encode()[:MOST_TEXT].ljust(MOST_TEXT, b"\0")
+
+    def members_on(self, host: int) -> int:
+        """How many replicas of a host take part, in the newest view."""
+        return self._ints[_ROWS_BYTES // 8 + host]
+
+    def set_members_on(self, host: int, count: int) -> None:
+        self._ints[_ROWS_BYTES // 8 + host] = count
+
     @property
     def replicas(self) -> int:
         return self.host_get(HostWord.REPLICAS) if self._only_row is None else 1
@@ -136,7 +198,7 @@ class Board:
         """This process now runs in row `rank`: whatever an earlier process counted there is over."""
         if self.get(rank, Word.PID) != os.getpid():
             self.set(rank, Word.PID, os.getpid())
-            for word in (Word.OP, Word.ARENAS, Word.ASKED):
+            for word in (Word.OP, Word.ARENAS, Word.ASKED, Word.ENTERED):
                 self.set(rank, word, 0)
         self.enter(rank, Phase.STARTING)
 
@@ -301,6 +363,8 @@ class Board:
 
         def ready() -> bool:
             pending[:] = [other for other in pending if not self._reached(other, members, word, wanted)]
+            if pending:
+                self.check_view(members)
             return not pending
 
         self.wait(members.replica, phase, ready, timeout_s)
@@ -316,7 +380,25 @@ class Board:
         self._check_kind(other, members)
         if not reached and not alive:
             raise MemberLost
+        # It may be at a later op by now, and have given up that one too: who is past an op has not arrived at it alone.
+        if not reached and self.get(other, Word.GAVE_UP) >= members.op:
+            raise OpGivenUp(other)
         return reached
+
+    def check_view(self, members: Members) -> None:
+        """Raises `MemberLost` if other hosts take part by now than in this try."""
+        if members.view is not None and self.host_get(HostWord.VIEW) != members.epoch:
+            raise MemberLost
+
+    def await_completions(self, members: Members, timeout_s: float) -> None:
+        """Until every member has all that comes from other hosts."""
+        self._await(members, members.ranks, Word.COMPLETED, members.tag, Phase.AWAITING_HOSTS, timeout_s)
+
+    def give_up(self, replica: int, op: int, limit_s: float, late_s: float) -> None:
+        """Announce that this replica will never arrive at that op."""
+        self.set_float(replica, Word.LIMIT, limit_s)
+        self.set_float(replica, Word.LATE, late_s)
+        self.set(replica, Word.GAVE_UP, op)
 
     def _check_kind(self, other: int, members: Members) -> None:
         """Replicas run the same script; one that makes another call now would wait for the others for ever."""

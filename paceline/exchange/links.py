@@ -1,14 +1,8 @@
-"""Between hosts: the owners of the same shard, one on each, add up their sums through torch.distributed.
+"""Between hosts: the owners of the same shard, one on each, talk to each other through torch.distributed.
 
 Inside a host shared memory has already summed all replicas, and every owner has a link of its own, so each byte of
-a gradient crosses a host's link once, however many replicas the host has. Over H hosts an owner's range is cut into
-H parts; each is sent to the host that sums it, and comes back summed:
-
-    host 0   │ part 0 │ part 1 │ ──all to all──▶ sums part 0 ──all gather──▶ │ part 0 │ part 1 │
-    host 1   │ part 0 │ part 1 │ ──────────────▶ sums part 1 ──────────────▶ │ part 0 │ part 1 │
-
-What crosses is coded by the wire; sums are float32. Every host decodes the same bytes, so all have the same bits.
-The backend is chosen by the device: Gloo for CPU memory, NCCL for GPUs.
+a gradient crosses a host's link once, however many replicas the host has. What is sent, and what becomes of it, is said
+in `coded_sums.py`. The backend is chosen by the device: Gloo for CPU memory, NCCL for GPUs.
 """
 
 from __future__ import annotations
@@ -17,34 +11,47 @@ import functools
 import socket
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from paceline.errors import ReplicaDied
-from paceline.exchange.wire import Feedback, Wire
+from paceline.exchange.coded_sums import Round
 from paceline.net.secure import is_loopback
-from paceline.torch_private import nccl_group
+from paceline.torch_private import gloo_group, nccl_group
 
-__all__ = ["Links", "Store", "open_store"]
+__all__ = ["LinkLost", "Links", "Store", "open_store", "serve_store"]
 
 
 LOOK_EVERY = timedelta(milliseconds=250)  # while others are waited for
+_NEVER_SENT = (1 << 30) + 1  # tag of a message that nobody sends
+
+
+class LinkLost(ReplicaDied):
+    """Another host is gone, or the way to it."""
 
 
 class Links:
     """This owner's connections to the owners of the same shard on the other hosts."""
 
     def __init__(
-        self, store: Store, name: str, host: int, hosts: int, wire: Wire, timeout_s: float, device: torch.device
+        self,
+        store: Store,
+        name: str,
+        host: int,
+        hosts: int,
+        timeout_s: float,
+        device: torch.device,
+        address: str | None = None,
     ) -> None:
+        """`address`: of this machine, at which the other hosts reach it, if it is known."""
+        self._address = address
         self.host = host
         self.hosts = hosts
-        self._wire = wire
         self._device = device
         self._store = store
         self._timeout = timedelta(seconds=timeout_s)
@@ -54,7 +61,6 @@ class Links:
         self._open.groups = [self._connect(f"{name}/{what}") for what in ("small", "bulk", "calls")]
         weakref.finalize(self, self._open.close)
         self.look: Callable[[], None] = lambda: None  # while this host waits for others
-        self._ranges: dict[int, _Range] = {}
 
     @property
     def _small(self) -> Any:
@@ -73,7 +79,7 @@ class Links:
         with self._explained():
             if self._device.type == "cuda":
                 return nccl_group(store, self.host, self.hosts, self._timeout)
-            return ProcessGroupGloo(store, self.host, self.hosts, self._timeout)
+            return gloo_group(store, self.host, self.hosts, self._timeout, self._address)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -82,9 +88,18 @@ class Links:
             yield
             self._open.under_way.discard(call)
         except (RuntimeError, dist.DistError) as error:
-            raise ReplicaDied(
+            raise LinkLost(
                 f"host {self.host} lost its link to another host ({_first_line(error)}): see that host's output"
             ) from error
+
+    def abort(self) -> None:
+        """Ends all that is under way, here and, since connections are closed, on the other hosts."""
+        for group in self._open.groups:
+            # Gloo has no way to give up. But a receive whose time runs out closes all connections of its group.
+            with suppress(RuntimeError):
+                nothing, other = torch.empty(1, device=self._device), (self.host + 1) % self.hosts
+                group.recv([nothing], other, _NEVER_SENT).wait(timedelta(milliseconds=1))
+        self._open.abandon()
 
     def sum(self, values: torch.Tensor, group: Any = None) -> torch.Tensor:
         """The sum over all hosts of a few numbers, uncoded. All owners of this link call it."""
@@ -123,56 +138,21 @@ class Links:
         """The same between the sums of gradients, by whoever makes those."""
         return self.sum(values, self._bulk)
 
-    def sum_values(self, key: int, values: torch.Tensor) -> None:
-        """Replace 1-D `values` of any float type by their sum over all hosts; `key` names them from step to step."""
-        if values.dtype is torch.float32:
-            self._sum_range(key, values)
-        elif values.dtype.itemsize < 4:
-            wide = values.float()
-            self._sum_range(key, wide)
-            values.copy_(wide)
-        else:
-            values.copy_(self.sum(values, self._bulk))
-
-    def _sum_range(self, key: int, values: torch.Tensor) -> None:
-        if key not in self._ranges:
-            self._ranges[key] = _Range(values, self.host, self.hosts, self._wire)
-        coding = self._ranges[key]
+    def exchange(self, one_round: Round, tag: int) -> None:
+        """Sends and receives all messages of a round. Threads may be at different ones, each with a tag of its own."""
         with self._explained():
-            coding.encode_parts(values)
-            self._all_to_all(coding.received, coding.sent)
-            coding.sum_own_part(values)
-            self._all_gather(coding.gathered, coding.own_sum)
-            coding.decode_sums(values)
-
-    # Gloo's own all-to-all and all-gather keep only one direction of a link busy at a time; sends and receives that are
-    # all under way at once fill both. NCCL's are fine, and its sends would have to be grouped.
-
-    def _all_to_all(self, received: list[torch.Tensor], sent: list[torch.Tensor]) -> None:
-        if self._device.type == "cuda":
-            self._bulk.alltoall(received, sent).wait()
-        else:
-            self._exchange(received, sent)
-
-    def _all_gather(self, gathered: list[torch.Tensor], own: torch.Tensor) -> None:
-        if self._device.type == "cuda":
-            self._bulk.allgather([gathered], [own]).wait()
-        else:
-            gathered[self.host].copy_(own)
-            self._exchange(gathered, [own] * self.hosts)
-
-    def _exchange(self, received: list[torch.Tensor], sent: list[torch.Tensor]) -> None:
-        others = [host for host in range(self.hosts) if host != self.host]
-        under_way = [self._bulk.recv([received[other]], other, 0) for other in others]
-        under_way += [self._bulk.send([sent[other]], other, 0) for other in others]
-        for work in under_way:
-            work.wait()
-
-    def commit(self) -> None:
-        """The step was accepted: what lossy coding has lost is carried into the next one."""
-        for coding in self._ranges.values():
-            for feedback in coding.feedback.values():
-                feedback.commit()
+            if self._device.type == "cuda":
+                self._bulk.alltoall(one_round.received, one_round.sent).wait()
+                return
+            # Gloo's own all-to-all and all-gather keep only one direction of a link busy at a time; sends and receives
+            # that are all under way at once fill both. NCCL's are fine, and its sends would have to be grouped.
+            others = [host for host in range(self.hosts) if host != self.host]
+            received = {other: _bytes(one_round.received[other]) for other in others}
+            sent = {other: _bytes(one_round.sent[other]) for other in others}
+            under_way = [self._bulk.recv([into], other, tag) for other, into in received.items() if into.numel()]
+            under_way += [self._bulk.send([message], other, tag) for other, message in sent.items() if message.numel()]
+            for work in under_way:
+                work.wait()
 
 
 class _OpenGroups:
@@ -192,59 +172,14 @@ class _OpenGroups:
         if not self.under_way:
             self.groups.clear()
 
+    def abandon(self) -> None:
+        """Their connections are closed, and so nothing is under way any more."""
+        self.under_way.clear()
 
-class _Range:
-    """Buffers of one range, and the residuals if its wire loses something."""
 
-    def __init__(self, values: torch.Tensor, host: int, hosts: int, wire: Wire) -> None:
-        elements = values.numel()
-        block = wire.block
-        self._part = -(-elements // (hosts * block)) * block  # all parts equal; the last ones may be padded
-        self._host, self._hosts, self._wire = host, hosts, wire
-        coded = wire.encoded_bytes(self._part)
-
-        def space(size: int) -> torch.Tensor:
-            return torch.zeros(size, dtype=torch.uint8, device=values.device)
-
-        self.own_sum = space(coded)
-        self.sent, self.received, self.gathered = ([space(coded) for _ in range(hosts)] for _ in range(3))
-        self.feedback: dict[int, Feedback] = {}
-        if wire.lossy:  # the key `host` is for the sum that this host sends out
-            self.feedback = {part: Feedback(self._size(elements, part), wire) for part in range(hosts)}
-
-    def _size(self, elements: int, part: int) -> int:
-        return max(0, min(self._part, elements - part * self._part))
-
-    def _parts(self, values: torch.Tensor) -> list[torch.Tensor]:
-        start = [part * self._part for part in range(self._hosts)]
-        return [values[at : at + self._size(values.numel(), k)] for k, at in enumerate(start)]
-
-    def _encode(self, key: int, values: torch.Tensor, out: torch.Tensor) -> None:
-        out = out[: self._wire.encoded_bytes(values.numel())]
-        if self.feedback:
-            self.feedback[key].encode(values, out)
-        else:
-            self._wire.encode(values, out)
-
-    def encode_parts(self, values: torch.Tensor) -> None:
-        for part, part_values in enumerate(self._parts(values)):
-            if part != self._host:
-                self._encode(part, part_values, self.sent[part])
-
-    def sum_own_part(self, values: torch.Tensor) -> None:
-        """Add up this host's part in the order of the hosts; its own share has never been coded."""
-        own = self._parts(values)[self._host]
-        size = self._wire.encoded_bytes(own.numel())
-        for other in range(self._hosts):
-            if other != self._host:
-                self._wire.decode_add(self.received[other][:size], own)
-        self._encode(self._host, own, self.own_sum)
-
-    def decode_sums(self, values: torch.Tensor) -> None:
-        for part, part_values in enumerate(self._parts(values)):
-            # Its own part too: all hosts must hold the same bits.
-            coded = self.gathered[part][: self._wire.encoded_bytes(part_values.numel())]
-            self._wire.decode(coded, part_values)
+def _bytes(message: torch.Tensor) -> torch.Tensor:
+    """Returns a message as bytes: of some types torch.distributed sends none."""
+    return message.view(torch.uint8) if message.numel() else message
 
 
 def open_store(rendezvous: str, *, serve: bool, timeout_s: float) -> Store:
@@ -262,8 +197,14 @@ def open_store(rendezvous: str, *, serve: bool, timeout_s: float) -> Store:
     return PrefixStore("paceline", store)
 
 
+def serve_store(address: str) -> str:
+    """Serves a store at a free port of this address, to the end of this process; returns both."""
+    host = f"[{address}]" if ":" in address else address
+    return f"{host}:{_serve(address, 0).port}"
+
+
 @functools.cache
-def _serve(address: str, port: int) -> Store:
+def _serve(address: str, port: int) -> TCPStore:
     """Serves a store, from now on to the end of this process: when one trainer here is done with it, others elsewhere
     may already have come to it for the next."""
     listening = _listen_here(address, port)
@@ -271,9 +212,9 @@ def _serve(address: str, port: int) -> Store:
 
 
 def _listen_here(address: str, port: int) -> int | None:
-    """The descriptor of a listening socket for a store that only this machine has to reach: by itself it would listen
-    on every interface. None for other stores."""
-    if not is_loopback(address):
+    """The descriptor of a listening socket for a store at a free port, or one that only this machine has to reach: by
+    itself it would listen on every interface. None for other stores."""
+    if port and not is_loopback(address):
         return None
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:

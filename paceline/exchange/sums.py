@@ -56,7 +56,7 @@ class SharedSums:
         for other in among[1:]:
             total += self._arena.scratch(parity, other, values)
         self._board.set(self._replica, Word.READ, post)
-        return total.view(values.shape)
+        return total.view(values.shape).to(values.device)
 
     def _await_readers(self, parity: int) -> None:
         """Until nobody reads any more what this replica left there before: who is dead, has gone on to another op or
@@ -67,11 +67,14 @@ class SharedSums:
         post, readers = self._last[parity]
 
         def ready() -> bool:
-            return all(
+            if all(
                 board.get(reader, Word.READ) >= post
                 or board.get(reader, Word.WORKING) > post >> COLLECTIVE_BITS
                 or not board.alive(reader)
                 for reader in readers
-            )
+            ):
+                return True
+            board.check_view(self._members)
+            return False
 
         board.wait(self._replica, Phase.AWAITING_STATISTICS, ready, self._timeout_s)

@@ -1,6 +1,7 @@
 """What replicas do together: ops tried until they are complete, and shards finished by whoever is left.
 
 attempt   try an op with all members; when one dies before it is complete, try again without it
+decide    with several hosts: go on when all of them have completed a try
 meet      go on when everybody is here
 once      the first member acts, everybody goes on when that is done
 ask       devices of one replica answer together
@@ -15,10 +16,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from paceline.errors import ArenaError, Stalled
-from paceline.exchange.board import Board, MemberLost, Members
-from paceline.exchange.words import Kind, Phase, Word
+from paceline.deadlines import CallLimit, call_limit
+from paceline.errors import ArenaError, DeadlineExceeded, Stalled
+from paceline.exchange.board import Board, MemberLost, Members, OpGivenUp
+from paceline.exchange.host_views import HostViews, await_decision
+from paceline.exchange.words import HostWord, Kind, Phase, Word
 from paceline.memory.arena import Arena
+from paceline.stoppable_calls import CallGivenUp, check_in_time
 
 T = TypeVar("T")
 
@@ -26,10 +30,13 @@ T = TypeVar("T")
 class Together:
     """One replica's side of everything the replicas of a host do together."""
 
-    def __init__(self, board: Board, replica: int, timeout_s: float) -> None:
+    def __init__(self, board: Board, replica: int, timeout_s: float, views: HostViews | None = None) -> None:
+        """`views`: of the run's hosts, if supervisors keep several together."""
         self.board = board
         self.replica = replica
         self.timeout_s = timeout_s
+        self.views = views
+        self.limit: CallLimit | None = None  # of the op in hand
 
     def is_first(self) -> bool:
         """Whether this replica speaks for the others at this moment."""
@@ -38,7 +45,8 @@ class Together:
 
     def coming(self) -> Members:
         """Who will take part in the next op, if nobody dies before."""
-        return self.board.members(self.replica, self.board.get(self.replica, Word.OP) + 1)
+        op = self.board.get(self.replica, Word.OP) + 1
+        return self.board.members(self.replica, op) if self.views is None else self.views.coming(op)
 
     def others_at_it(self) -> list[int]:
         """Returns the living whom one that was started again can still join: ends the process if they have gone on to
@@ -50,20 +58,59 @@ class Together:
             raise SystemExit(0)
         return living
 
-    def attempt(self, one_try: Callable[[Members], T]) -> T:
-        """Do the next op with all members; again with those who are left, when one dies before it is complete."""
-        op = self.board.next_op(self.replica)
-        while True:
-            members = self.board.members(self.replica, op)
-            try:
-                return one_try(members)
-            except MemberLost:
-                self.board.set(self.replica, Word.RETRIES, self.board.get(self.replica, Word.RETRIES) + 1)
+    def attempt(self, one_try: Callable[[Members], T], *, limited: bool = False) -> T:
+        """Do the next op with all members; again with those who are left, when one dies before it is complete.
+
+        `limited` by a deadline, if there is one around the call: a member that has not arrived when its time is over
+        gives the op up. That can never be complete then, so all do: `DeadlineExceeded` in all of them, or in none. Who
+        has arrived cannot withdraw.
+        """
+        op, board, me = self.board.next_op(self.replica), self.board, self.replica
+        self.limit = call_limit() if limited else None
+        try:
+            while True:
+                members = board.members(me, op) if self.views is None else self.views.members(op)
+                try:
+                    return one_try(members)
+                except MemberLost:
+                    board.set(me, Word.RETRIES, board.get(me, Word.RETRIES) + 1)
+                    if self.views is not None:
+                        self.views.leave(members)
+        except CallGivenUp:
+            assert self.limit is not None
+            late = self.limit.exceeded(board.called(me))
+            board.give_up(me, op, late.limit_s, late.late_s)
+            raise late from None
+        except OpGivenUp as given_up:
+            by = given_up.by
+            limit_s, late_s = board.get_float(by, Word.LIMIT), board.get_float(by, Word.LATE)
+            raise DeadlineExceeded(board.called(by), limit_s, late_s) from None
+        finally:
+            self.limit = None
 
     def arrive(self, members: Members, phase: Phase) -> None:
         """This replica's part of the try is complete; wait for the others'."""
+        check_in_time(self.limit)
         self.board.arrive(members)
         self.board.await_arrivals(members, phase, self.timeout_s)
+
+    def decide(self, members: Members, ask_hosts: Callable[[], None]) -> None:
+        """This replica has all that its part of the try needs from other hosts; returns when that is so on every host:
+        the op will be completed by all of them. `ask_hosts` returns when the first members of all hosts ask that."""
+        board, views = self.board, self.views
+        assert views is not None
+        try:
+            board.set(self.replica, Word.COMPLETED, members.tag)
+            board.await_completions(members, self.timeout_s)
+            if members.first == self.replica:
+                ask_hosts()
+                board.host_set(HostWord.DECIDED, members.op)
+            else:
+                await_decision(board, members, self.timeout_s)
+        except MemberLost:
+            views.leave(members)
+            if board.host_get(HostWord.DECIDED) < members.op:
+                raise
 
     def meet(self, kind: Kind, phase: Phase) -> Members:
         """Return when all members are here."""

@@ -1,4 +1,4 @@
-"""How gradients look on a link between hosts: `--wire fp32|bf16|fp16|int8`.
+"""How gradients look on a link between hosts: `--wire fp32|bf16|fp16|int8`, and `topk:SHARE` (`top_values.py`).
 
 A link is the one place where bytes are dear, so only what crosses a link is coded. Sums are always made in
 float32: a receiver decodes into float32 and adds there. A wire turns a 1-D float32 tensor into a 1-D uint8
@@ -21,26 +21,21 @@ A diverged run must be seen by every receiver: NaN and inf arrive as they are on
 make their whole block NaN on int8, where no code could stand for them.
 
 int8 loses up to half a scale a value, so a value that stays below half the scale of its block would never
-arrive at all. `Feedback` carries what was lost into the next step: over a run the losses cancel instead of
-adding up.
+arrive at all. `Feedback` (feedback.py) carries what was lost into the next step: over a run the losses cancel instead
+of adding up.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from paceline.errors import StrategyError
-from paceline.exchange import WIRES
-
-# Work goes through in pieces of a megabyte of float32: what one operation wrote is in cache for the next. On
-# one core this makes adding a bf16 tensor six times as fast as a single operation over the whole of it.
-_PIECE = 256 * 1024
+from paceline.exchange.top_values import TopWire
+from paceline.exchange.wire_format import PIECE, Wire, check_sizes
+from paceline.exchange.wire_names import WIRES, check_wire, top_share
 
 _BLOCK = 1024  # int8: values that share a scale
 _SCALE_BYTES = 4
@@ -49,38 +44,6 @@ _HIGHEST_CODE = 127
 _FP16_HIGHEST = torch.finfo(torch.float16).max
 # A smaller scale would be subnormal and its reciprocal infinite. Values this small do not move a parameter.
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-
-
-class Wire(Protocol):
-    """A coding of float32 values as bytes.
-
-    Both tensors are contiguous and 1-D, and the coded one starts at a multiple of four bytes in its storage.
-    Ranges cut at multiples of `block` can be coded one by one: their bytes, one after the other, are those of
-    the whole.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def lossy(self) -> bool:
-        """Whether so much is lost that a sender has to carry it over with `Feedback`."""
-
-    @property
-    def block(self) -> int:
-        """How many values are coded together."""
-
-    def encoded_bytes(self, elements: int) -> int:
-        """How many bytes `elements` values take on the link."""
-
-    def encode(self, values: Tensor, out: Tensor) -> None:
-        """Write the code of float32 `values` into uint8 `out`, of exactly `encoded_bytes` bytes."""
-
-    def decode(self, coded: Tensor, out: Tensor) -> None:
-        """Write the values that `coded` stands for into float32 `out`."""
-
-    def decode_add(self, coded: Tensor, out: Tensor) -> None:
-        """Add the values that `coded` stands for to float32 `out`; the same bits as decoding, then adding."""
 
 
 @dataclass(frozen=True)
@@ -96,18 +59,22 @@ class FloatWire:
         return elements * self.dtype.itemsize
 
     def encode(self, values: Tensor, out: Tensor) -> None:
-        _check_sizes(self, values, out)
+        check_sizes(self, values, out)
         out.view(self.dtype).copy_(values)
 
+    def encode_rest(self, values: Tensor, out: Tensor) -> None:
+        self.encode(values, out)
+        values.sub_(out.view(self.dtype))
+
     def decode(self, coded: Tensor, out: Tensor) -> None:
-        _check_sizes(self, out, coded)
+        check_sizes(self, out, coded)
         out.copy_(coded.view(self.dtype))
 
     def decode_add(self, coded: Tensor, out: Tensor) -> None:
-        _check_sizes(self, out, coded)
+        check_sizes(self, out, coded)
         typed = coded.view(self.dtype)
-        for start in range(0, out.numel(), _PIECE):
-            out[start : start + _PIECE].add_(typed[start : start + _PIECE])
+        for start in range(0, out.numel(), PIECE):
+            out[start : start + PIECE].add_(typed[start : start + PIECE])
 
 
 @dataclass(frozen=True)
@@ -115,16 +82,16 @@ class SaturatingWire(FloatWire):
     """fp16, whose range gradients can leave: too large a finite value becomes the largest there is."""
 
     def encode(self, values: Tensor, out: Tensor) -> None:
-        _check_sizes(self, values, out)
+        check_sizes(self, values, out)
         typed = out.view(self.dtype)
-        for start in range(0, values.numel(), _PIECE):
-            piece = values[start : start + _PIECE]
+        for start in range(0, values.numel(), PIECE):
+            piece = values[start : start + PIECE]
             lowest, highest = torch.aminmax(piece)
             # Nearly always inside, and then one pass to look and one to convert are all there is.
             if not (lowest >= -_FP16_HIGHEST and highest <= _FP16_HIGHEST):
                 # inf was not made by this wire: it stays, for a diverged run to be seen. clamp keeps NaN.
                 piece = torch.where(piece.isinf(), piece, piece.clamp(-_FP16_HIGHEST, _FP16_HIGHEST))
-            typed[start : start + _PIECE].copy_(piece)
+            typed[start : start + PIECE].copy_(piece)
 
 
 @dataclass(frozen=True)
@@ -140,8 +107,14 @@ class BlockWire:
         return full * _ROW_BYTES + (_SCALE_BYTES + -(-short // 4) * 4 if short else 0)
 
     def encode(self, values: Tensor, out: Tensor) -> None:
-        _check_sizes(self, values, out)
-        scratch = torch.empty(min(values.numel(), _PIECE), device=values.device)
+        self._encode(values, out, leave_rest=False)
+
+    def encode_rest(self, values: Tensor, out: Tensor) -> None:
+        self._encode(values, out, leave_rest=True)
+
+    def _encode(self, values: Tensor, out: Tensor, *, leave_rest: bool) -> None:
+        check_sizes(self, values, out)
+        scratch = torch.empty(min(values.numel(), PIECE), device=values.device)
         for blocks, scales, codes in _pieces(values, out):
             # Two reductions without a copy; norms and aminmax over a dim are several times slower on a CPU.
             largest = torch.maximum(blocks.amax(1, keepdim=True), blocks.amin(1, keepdim=True).neg_())
@@ -149,33 +122,30 @@ class BlockWire:
             # NaN has come through all this; an infinite scale would decode as NaN only where the code is 0.
             scale.masked_fill_(scale.isinf(), torch.nan)
             scales.copy_(scale)
-            multiples = scratch[: blocks.numel()].view_as(blocks)
-            codes.copy_(torch.mul(blocks, scale.reciprocal_(), out=multiples).round_())
+            multiples = torch.mul(blocks, scale.reciprocal(), out=scratch[: blocks.numel()].view_as(blocks)).round_()
+            codes.copy_(multiples)
+            if leave_rest:
+                blocks.sub_(multiples.mul_(scale))  # what the receiver makes of the codes, to the bit
         short = values.numel() % _BLOCK
         if short:
             out[out.numel() - (-short % 4) :].zero_()
 
     def decode(self, coded: Tensor, out: Tensor) -> None:
-        _check_sizes(self, out, coded)
+        check_sizes(self, out, coded)
         for blocks, scales, codes in _pieces(out, coded):
             blocks.copy_(codes).mul_(scales)
 
     def decode_add(self, coded: Tensor, out: Tensor) -> None:
-        _check_sizes(self, out, coded)
-        scratch = torch.empty(min(out.numel(), _PIECE), device=out.device)
+        check_sizes(self, out, coded)
+        scratch = torch.empty(min(out.numel(), PIECE), device=out.device)
         for blocks, scales, codes in _pieces(out, coded):
             blocks.add_(scratch[: blocks.numel()].view_as(blocks).copy_(codes).mul_(scales))
-
-
-def _check_sizes(wire: Wire, values: Tensor, coded: Tensor) -> None:
-    # copy_ and add_ would broadcast a tensor of one element over all the others without a word.
-    assert coded.numel() == wire.encoded_bytes(values.numel()), (wire.name, values.shape, coded.shape)
 
 
 def _pieces(values: Tensor, coded: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Views of both as (blocks, scales, codes), a row a block: full ones in pieces, then the short one."""
     full, short = divmod(values.numel(), _BLOCK)
-    rows_at_once = _PIECE // _BLOCK
+    rows_at_once = PIECE // _BLOCK
     for first in range(0, full, rows_at_once):
         last = min(first + rows_at_once, full)
         rows = coded[first * _ROW_BYTES : last * _ROW_BYTES].view(-1, _ROW_BYTES)
@@ -200,55 +170,12 @@ assert tuple(_WIRES) == WIRES
 
 
 def wire(name: str) -> Wire:
-    """The wire of that name.
+    """The wire of that name, which codes values without regard to what they are part of.
 
     >>> wire("bf16").encoded_bytes(10)
     20
     """
-    if name not in _WIRES:
-        nearest = difflib.get_close_matches(name, WIRES, n=1)
-        hint = f" (did you mean {nearest[0]}?)" if nearest else ""
-        raise StrategyError("wire", name, f"give one of {', '.join(WIRES)}{hint}")
+    check_wire(name)
+    if (share := top_share(name)) is not None:
+        return TopWire(name, share)
     return _WIRES[name]
-
-
-class Feedback:
-    """What one sender has lost so far on one range of values, and still owes.
-
-    Each step sends `values + residual`, and what the coding loses of that is the next residual. It is only
-    *proposed* until the step is accepted: a step that is dropped or redone was never received, so its loss
-    does not count and the old residual is still owed. Two buffers that change roles hold both, and `commit`
-    moves nothing.
-    """
-
-    def __init__(self, elements: int, wire: Wire) -> None:
-        self._wire = wire
-        self.residual = torch.zeros(elements)  # what is owed after the last accepted step
-        self._proposed = torch.zeros(elements)
-        self._pending = False
-
-    def encode(self, values: Tensor, out: Tensor) -> None:
-        """Code `values` and what is owed into `out`; a proposal that was not committed is replaced."""
-        wire, elements = self._wire, self.residual.numel()
-        assert values.numel() == elements, (values.shape, elements)
-        scratch = torch.empty(min(elements, _PIECE))
-        self._pending = False
-        for start in range(0, elements, _PIECE):
-            piece = slice(start, min(start + _PIECE, elements))
-            coded = out[wire.encoded_bytes(piece.start) : wire.encoded_bytes(piece.stop)]
-            owed = torch.add(values[piece], self.residual[piece], out=self._proposed[piece])
-            wire.encode(owed, coded)
-            received = scratch[: owed.numel()]
-            wire.decode(coded, received)
-            owed.sub_(received)
-        self._pending = True
-
-    def commit(self) -> None:
-        """The step was accepted: what it lost is what is owed now. Without a proposal, nothing changes."""
-        if self._pending:
-            self.residual, self._proposed = self._proposed, self.residual
-            self._pending = False
-
-    def rollback(self) -> None:
-        """The step was dropped, or will be redone: what was owed before it still is."""
-        self._pending = False

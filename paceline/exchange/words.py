@@ -20,11 +20,15 @@ class HostWord(enum.IntEnum):
     TOTAL_STEPS = 4  # for the progress display; 0 while unknown
     SUPERVISED = 5  # 1 if a supervisor declares deaths
     CLOSED = 6  # the last step that is complete: all shards updated
+    FIRST_REPLICA = 7  # number of this host's replica 0 among all hosts'
     BUFFERS_OF = 8  # first member: the op in which all take over its buffers
     CORES = 9  # of the host, for its replicas; 0: unknown
     DEVICES = 10  # that one replica is cut over; 0, 1: it is not
     RESUMED_AT = 11  # steps that an earlier run had made when this one made its first
-    FIRST_REPLICA = 7  # number of this host's replica 0 among all hosts'
+    VIEW = 12  # supervisor: the newest view of the hosts; below 0 while it is written; 0: there are no other hosts
+    OPENED = 13  # supervisor: the last view that all have entered
+    DECIDED = 14  # first member: the last op that all hosts have completed; supervisor: the same before a view opens
+    STORE = 16  # a text of up to 32 words: address and port of the store through which processes of several hosts meet
 
 
 OVER_SAMPLES = -1.0  # in the place of a count: the loss is a mean over samples
@@ -69,7 +73,14 @@ class Word(enum.IntEnum):
     UNIT = 32  # float: by what that sum was divided before backward
     LOGGED = 33  # bytes of what its loss logs beside itself, in the arena
     ASKED = 34  # how often it has asked a predictor, which all devices of its replica do together
-    DESCRIPTOR = 35  # the arenas it holds open: arena number and file descriptor, a word each, taking turns
+    IN_VIEW = 35  # supervisor: the last view that this row is in
+    ENTERED = 36  # the last view it has entered: it does nothing any more in those before
+    COMPLETED = 37  # tag of the last op of which it has all that comes from other hosts
+    VIEW_FAILED = 38  # the last view that it could not go on in
+    GAVE_UP = 39  # the last op that it has given up, because it was late: it will never arrive there
+    LIMIT = 40  # float: seconds that it was allowed for that
+    LATE = 41  # float: seconds by which it was late
+    DESCRIPTOR = 42  # the arenas it holds open: arena number and file descriptor, a word each, taking turns
 
 
 class Kind(enum.IntEnum):

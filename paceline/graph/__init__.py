@@ -6,6 +6,7 @@ shapes           one computation in many shapes: sizes that are left open, and n
 inputs           what a function is given, as tensors and all else
 whole            modules and functions that are one operator each: `pl.whole`
 proof            whether the graph computes what the function computes
+same_operators   the same without computing anything: by the operators of both
 python_effects   what a function does that is in no graph: it prints, it counts
 in_place         changes in place that nobody sees, as operators that give something new
 kept             graphs on disk, so that the second run of a script need not capture again

@@ -16,7 +16,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from paceline.graph.operators import name_of
 from paceline.graph.whole import Capturing, NotNoted, WholeCall
 from paceline.optim.batchnorm import plain_batchnorm
 from paceline.optim.models import own_state
-from paceline.torch_private import CHECKS, masks_unread, schema_of
+from paceline.torch_private import CHECKS, as_if_called, masks_unread, schema_of
 
 Function = Callable[[nn.Module, Any], Any]
 _CAPTURING = threading.Lock()  # torch.export changes torch itself meanwhile
@@ -54,9 +54,11 @@ class _Computation(nn.Module):
         self.model = model
         # Not to an attribute: torch.export puts those back as they were.
         self._function, self._structure, self._note = function, structure, note
+        self.around: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        found, structure = take_apart(self._function(self.model, self._structure.fill(list(tensors))), "output")
+        with self.around():
+            found, structure = take_apart(self._function(self.model, self._structure.fill(list(tensors))), "output")
         self._note(structure)
         return tuple(found)
 
@@ -72,9 +74,17 @@ def capture(function: Function, model: nn.Module, given: Any, free: Sequence[set
     random = torch.get_rng_state()
     kept_whole = Capturing(model)
 
-    def export() -> Any:
+    def export(around: Callable[[], AbstractContextManager[None]]) -> Any:
+        computation.around = around
         with _CAPTURING, _quiet(), masks_unread(), kept_whole.as_operators():
             return torch.export.export(computation, tuple(tensors), strict=False, dynamic_shapes=_open_sizes(free))
+
+    def follow() -> Any:
+        # Without gradients torch's own attention is one operator when it is called, and several when it is exported.
+        if torch.is_grad_enabled():
+            with suppress(Exception):  # which code that knows of torch.export may spare us
+                return export(as_if_called)
+        return export(nullcontext)
 
     try:
         with plain_batchnorm(model):
@@ -82,11 +92,11 @@ def capture(function: Function, model: nn.Module, given: Any, free: Sequence[set
                 _refuse_open(free)
                 kept_whole.first_run(function, model, given)
             try:
-                exported = export()
+                exported = follow()
             except NotNoted:
                 _refuse_open(free)
                 kept_whole.first_run(function, model, given)
-                exported = export()
+                exported = follow()
     except Exception as error:
         raise _refusal(model, error) from error
     finally:

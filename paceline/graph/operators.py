@@ -43,6 +43,11 @@ def shared_with(node: fx.Node) -> Iterator[fx.Node]:
     yield from _aliased(node, writes=False)
 
 
+def changes_unsaid(name: str) -> bool:
+    """Returns whether an operator changes statistics that it is given, which its schema does not say."""
+    return name in ("aten::batch_norm", "aten::native_batch_norm")
+
+
 def _aliased(node: fx.Node, *, writes: bool) -> Iterator[fx.Node]:
     if isinstance(node.target, WholeCall):  # it may change its buffers, and return what it is given
         buffers = node.args[len(node.args) - node.target.buffers :]
@@ -52,7 +57,7 @@ def _aliased(node: fx.Node, *, writes: bool) -> Iterator[fx.Node]:
     if schema is None:  # getitem: one of several results, which may be views
         yield from () if writes else node.all_input_nodes
         return
-    if writes and schema.name == "aten::batch_norm" and node.args[5]:  # which it does not say
+    if writes and changes_unsaid(schema.name) and node.args[5]:
         yield from (operand for operand in node.args[3:5] if isinstance(operand, fx.Node))
     if node.target in _MAY_SHARE and not writes:
         yield from node.all_input_nodes[:1]

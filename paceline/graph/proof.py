@@ -2,6 +2,9 @@
 
 torch.export does not notice everything: a user's own `autograd.Function` loses its backward, a number that changes from
 step to step becomes a constant. What is noticed here is refused; nothing of it is silent.
+
+The same operators give the same (`same_operators.py`), and nearly all graphs have those. Where they are not known to be
+the same, both are computed, which takes as long as two steps of one process and the memory of two gradients.
 """
 
 from __future__ import annotations
@@ -15,14 +18,33 @@ from torch import nn
 from paceline.errors import ModelError
 from paceline.graph.call_graph import CallGraph
 from paceline.graph.capture import Function
-from paceline.graph.inputs import take_apart
+from paceline.graph.inputs import Structure, take_apart
+from paceline.graph.same_operators import same_operators
 from paceline.optim.batchnorm import plain_batchnorm
 from paceline.optim.models import own_state
-from paceline.torch_private import tree_leaves
 
-# What a computation returned, the gradients, and the buffers after it.
-Found = tuple[list[torch.Tensor], list[torch.Tensor | None], list[torch.Tensor]]
+# What a computation returned, the gradients, the buffers after it, and numbers that are returned beside tensors.
+Found = tuple[list[torch.Tensor], list[torch.Tensor | None], list[torch.Tensor], list[str]]
 CLOSE = 1e-5  # of a tensor's scale: both sides run the same kernels
+
+
+def prove(function: Function, model: nn.Module, given: Any, graph: CallGraph) -> None:
+    """Raises a ModelError unless the graph gives the loss that the function gives, and its gradients if they are on.
+    Tensors are left as they were."""
+    gradients = torch.is_grad_enabled()
+    plain = own_state(model)
+    with plain_batchnorm(plain):
+        inputs, _ = take_apart(given, "batch")
+        numbers: list[str] = []
+
+        def theirs() -> Any:
+            tensors, structure = take_apart(function(plain, given), "output")
+            numbers.extend(_numbers(structure))
+            return tensors
+
+        same = same_operators(plain, inputs, theirs, lambda: run_whole(graph, plain, given), gradients=gradients)
+    if not same or numbers != _numbers(graph.structure):
+        compare(function, model, given, graph, gradients=gradients)
 
 
 def compare(function: Function, model: nn.Module, given: Any, graph: CallGraph, *, gradients: bool) -> None:
@@ -38,10 +60,11 @@ def _compare(function: Function, model: nn.Module, given: Any, graph: CallGraph,
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     random = torch.get_rng_state()
 
-    def run(compute: Callable[[], Any]) -> Found:
+    def run(compute: Callable[[], tuple[list[Any], Structure]]) -> Found:
         torch.set_rng_state(random)
         with torch.set_grad_enabled(gradients):
-            returned = [leaf for leaf in tree_leaves(compute()) if isinstance(leaf, torch.Tensor)]
+            leaves, structure = compute()
+            returned = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             found: list[torch.Tensor | None] = [None] * len(kept)
             if gradients and returned and returned[0].requires_grad:
                 wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -50,13 +73,13 @@ def _compare(function: Function, model: nn.Module, given: Any, graph: CallGraph,
         changed = [buffer.clone() for buffer in model.buffers()]
         for buffer, before in buffers:
             buffer.data.copy_(before)  # unnoticed by a backward that is yet to come
-        return [tensor.detach() for tensor in returned], found, changed
+        return [tensor.detach() for tensor in returned], found, changed, _numbers(structure)
 
     try:
-        theirs = run(lambda: take_apart(function(model, given), "output")[0])
-        ours = run(lambda: run_whole(graph, model, given))
+        theirs = run(lambda: take_apart(function(model, given), "output"))
+        ours = run(lambda: (run_whole(graph, model, given), graph.structure))
         why = _difference(model, theirs, ours)
-        again = theirs if why is None else run(lambda: take_apart(function(model, given), "output")[0])
+        again = theirs if why is None else run(lambda: take_apart(function(model, given), "output"))
     finally:
         torch.set_rng_state(random)
         for parameter, grad in zip(model.parameters(), kept, strict=True):
@@ -90,6 +113,8 @@ def _difference(model: nn.Module, one: Found, other: Found) -> str | None:
     """Returns what differs first between two computations, in words."""
     if len(one[0]) != len(other[0]) or not all(map(_close, one[0], other[0])):
         return "loss"
+    if one[3] != other[3]:
+        return f"number beside the loss ({', '.join(one[3])} and {', '.join(other[3])})"
     for (name, _), a, b in zip(model.named_parameters(), one[1], other[1], strict=True):
         if not _alike(a, b):
             return f"gradient of {name}"
@@ -97,6 +122,11 @@ def _difference(model: nn.Module, one: Found, other: Found) -> str | None:
         if not _close(c, d):
             return f"buffer {name}"
     return None
+
+
+def _numbers(structure: Structure) -> list[str]:
+    """Returns the numbers in what is returned, which a graph has for good."""
+    return [repr(value) for value in structure.constants if isinstance(value, (int, float, complex))]
 
 
 def _alike(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

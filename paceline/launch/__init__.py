@@ -2,7 +2,9 @@
 
 - `job`: what is to be started, and what came of it
 - `cores`: which cores a replica gets
-- `replica`: one replica process, seen from the supervisor and from inside; `servers`: those of a run
+- `replica`: one replica process, seen from the supervisor and from inside; `replica_output`: what replicas print, and
+  who of them is shown
+- `servers`: those of a run on this host, started and started again; `server_process`: one of them
 - `guard`: ends what replicas have spawned and left behind, also if the supervisor was killed
 - `limits`: what the shell allows a process, where that is behind an error
 - `supervisor`: starts the replicas of a host, notices deaths, decides what happens then

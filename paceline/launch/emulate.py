@@ -40,7 +40,7 @@ from paceline.errors import LaunchError, StrategyError
 
 _EXAMPLE = "hosts=2,link=1gbit"
 _KEYS = ("hosts", "link")
-_MOST_HOSTS = 16
+_MOST_HOSTS = 64
 _SUBNET = "10.213.0.0/24"
 _BITS_PER_S = {"mbit": 1e6, "gbit": 1e9}
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(mbit|gbit)")

@@ -17,7 +17,6 @@ from typing import TypeVar
 from paceline import __version__
 from paceline.errors import PacelineError, SecurityError
 from paceline.launch.host_messages import (
-    HostComes,
     HostGreeting,
     HostMessage,
     HostProof,
@@ -29,10 +28,13 @@ from paceline.net.frames import Channel, FrameError, printable
 from paceline.net.secure import HANDSHAKE_S, proof_of, same_proof
 
 NONCE_BYTES = 32
-SILENT_S = 20  # after which a host that does not even acknowledge packets is gone
 MOST_QUOTED = 100
 
 Said = TypeVar("Said", bound=HostMessage)
+
+
+class OtherVersion(SecurityError):
+    """A host of this run has another version, so nobody can go on."""
 
 
 def proof_by(who: str, token: str, theirs: bytes, own: bytes) -> bytes:
@@ -48,27 +50,28 @@ def greet(channel: Channel[HostMessage], token: str) -> None:
     """Be let in by host 0, if it knows the token as well."""
     own = secrets.token_bytes(NONCE_BYTES)
     channel.send(HostGreeting(version=__version__, nonce=own), timeout_s=HANDSHAKE_S)
-    theirs = _hear(channel, HostQuestion).nonce
+    theirs = hear(channel, HostQuestion).nonce
     channel.send(HostProof(proof=proof_by("guest", token, theirs, own)), timeout_s=HANDSHAKE_S)
-    if not same_proof(_hear(channel, HostWelcome).proof, proof_by("host 0", token, own, theirs)):
+    if not same_proof(hear(channel, HostWelcome).proof, proof_by("host 0", token, own, theirs)):
         raise SecurityError("it does not know this host's token: give every host the same with --token")
     channel.trusted = True
 
 
-def welcome(channel: Channel[HostMessage], token: str, timeout_s: float) -> HostComes:
-    """Let a host in, if it knows the token; what it has come with, for which there are `timeout_s`."""
-    greeting = _hear(channel, HostGreeting)
-    if greeting.version != __version__:
-        theirs = printable(greeting.version[:MOST_QUOTED])
-        raise _sent_away(channel, f"host 0 runs Paceline {__version__} and another host {theirs}: use the same version")
+def welcome(channel: Channel[HostMessage], token: str) -> None:
+    """Let a host in, if it knows the token."""
+    greeting = hear(channel, HostGreeting)
     own = secrets.token_bytes(NONCE_BYTES)
     channel.send(HostQuestion(nonce=own), timeout_s=HANDSHAKE_S)
-    proof, expected = _hear(channel, HostProof).proof, proof_by("guest", token, own, greeting.nonce)
+    proof, expected = hear(channel, HostProof).proof, proof_by("guest", token, own, greeting.nonce)
     if len(greeting.nonce) != NONCE_BYTES or not same_proof(proof, expected):
         raise _sent_away(channel, "the token is not host 0's: give every host the same with --token")
     channel.trusted = True
+    if greeting.version != __version__:
+        theirs = printable(greeting.version[:MOST_QUOTED])
+        raise OtherVersion(
+            str(_sent_away(channel, f"host 0 runs Paceline {__version__} and another host {theirs}: use the same"))
+        )
     channel.send(HostWelcome(proof=proof_by("host 0", token, greeting.nonce, own)), timeout_s=HANDSHAKE_S)
-    return _hear(channel, HostComes, timeout_s)
 
 
 def _sent_away(channel: Channel[HostMessage], sentence: str) -> SecurityError:
@@ -77,7 +80,8 @@ def _sent_away(channel: Channel[HostMessage], sentence: str) -> SecurityError:
     return SecurityError(sentence)
 
 
-def _hear(channel: Channel[HostMessage], kind: type[Said], timeout_s: float = HANDSHAKE_S) -> Said:
+def hear(channel: Channel[HostMessage], kind: type[Said], timeout_s: float = HANDSHAKE_S) -> Said:
+    """What the other side says next, which has to be of that kind."""
     heard, _ = channel.receive(timeout_s)
     channel.end_body()
     if isinstance(heard, RunRefused):
@@ -87,9 +91,10 @@ def _hear(channel: Channel[HostMessage], kind: type[Said], timeout_s: float = HA
     return heard
 
 
-def notice_silence(connection: socket.socket) -> None:
+def notice_silence(connection: socket.socket, after_s: float) -> None:
     """Have the kernel end a connection whose other side is silent, also while something is on its way there."""
+    quarter_s = max(1, int(after_s / 4))
     with contextlib.suppress(OSError):  # whoever uses it next finds out
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_S // 4)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENT_S // 4)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, quarter_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, quarter_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * after_s))

@@ -103,6 +103,42 @@ class RunOver(_Said, frozen=True, kw_only=True):
     code: int
 
 
+class StillHere(_Said, frozen=True, kw_only=True):
+    """Nothing has happened: a host that does not even say that is gone."""
+
+
+class ViewWanted(_Said, frozen=True, kw_only=True):
+    """A host cannot go on in a view: these are its rows that can in another."""
+
+    host: int
+    rows: list[int]
+    failed: int
+
+
+class ViewProposed(_Said, frozen=True, kw_only=True):
+    """From host 0: these rows of each host go on, and nobody does anything in an earlier view once it has entered."""
+
+    number: int
+    rows: dict[int, list[int]]  # by host
+
+
+class ViewEntered(_Said, frozen=True, kw_only=True):
+    """All replicas of a host have entered a view; the last op that it knows to be decided, and where its store is."""
+
+    host: int
+    number: int
+    decided: int
+    store: str
+
+
+class ViewOpened(_Said, frozen=True, kw_only=True):
+    """From host 0: all hosts have entered it."""
+
+    number: int
+    decided: int  # the last op that any host knew to be
+    store: str  # address and port
+
+
 HostMessage = (
     HostGreeting
     | HostQuestion
@@ -118,6 +154,12 @@ HostMessage = (
     | HostLost
     | HostFinished
     | RunOver
+    | StillHere
+    | ViewWanted
+    | ViewProposed
+    | ViewEntered
+    | ViewOpened
 )
+ViewMessage = ViewWanted | ViewProposed | ViewEntered | ViewOpened
 ReplicaNews = ReplicaEnded | ReplicaStarted
 HOST_MESSAGES: msgspec.msgpack.Decoder[HostMessage] = msgspec.msgpack.Decoder(HostMessage)

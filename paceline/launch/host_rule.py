@@ -21,6 +21,8 @@ from paceline.launch.job import RunJob
 def goes_on_without(job: RunJob, lost: HostLost) -> tuple[bool, str]:
     """Whether the run goes on when a host is gone, and the sentence that says so."""
     servers = [number for number, host in enumerate(job.server_hosts) if host == lost.host]
+    if lost.host == job.place.host:
+        return False, f"the other hosts go on without this one ({lost.why}); the run ends here"
     what = f"host {lost.host} is gone ({lost.why})"
     if lost.host and not servers and job.on_failure != "stop":
         return True, f"{what}; the replicas of the other hosts go on"

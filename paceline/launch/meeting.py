@@ -3,8 +3,7 @@
 A run whose servers are spread over hosts needs more than its replicas know: where all servers listen, that everybody
 was started with the same flags, and later who has ended. So every supervisor keeps one connection to host 0's for as
 long as the run lasts. What one host says all others hear, passed on by host 0. That a connection ends is a message too:
-with a supervisor die all its processes, so its host is gone; a host that falls silent without a word is found by TCP's
-keepalive, in 20 seconds.
+with a supervisor die all its processes, so its host is gone; so is one that falls silent without a word (`silence.py`).
 
     host 1 ──comes, its servers are at …──▶ host 0 ◀──comes── host 2        the same flags? then:
     host 1 ◀──────begins, all servers are at …────── host 0 ──────▶ host 2  … training …
@@ -26,7 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from paceline.errors import LaunchError, PacelineError, SecurityError, StrategyError
-from paceline.launch.host_greeting import greet, notice_silence, welcome
+from paceline.launch.host_greeting import OtherVersion, greet, hear, notice_silence, welcome
 from paceline.launch.host_messages import (
     HOST_MESSAGES,
     HostComes,
@@ -36,14 +35,18 @@ from paceline.launch.host_messages import (
     RunBegins,
     RunOver,
     RunRefused,
+    StillHere,
+    ViewMessage,
 )
+from paceline.launch.silence import Silence
 from paceline.net.frames import Channel, ConnectionLost, FrameError
 from paceline.net.secure import HANDSHAKE_S, Keys, wrap_client, wrap_server
+from paceline.net.strangers import Strangers, accept_all
 
 CONNECT_S = 5.0
 RETRY_S = 0.2
 SEND_S = 10.0
-MOST_STRANGERS_AT_ONCE = 64
+LATE_S = 60.0  # that host 0 stays for hosts that come after it is known that there will be no run
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class HostsSetting:
     keys: Keys | None
     settings: Mapping[str, str]  # by name, as they were typed or are by default
     timeout_s: float
+    lost_after_s: float  # of silence, that a host is taken to be gone
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,9 @@ class SingleHost:
     def tell(self, message: HostMessage) -> None:
         """There is nobody to hear it."""
 
+    def tell_first(self, message: HostMessage) -> None:
+        """There is nobody to hear it."""
+
     def news(self) -> list[HostMessage]:
         return []
 
@@ -106,19 +113,23 @@ class Meeting:
         self._setting = setting
         self._say = say
         self._give_up_at = time.monotonic() + setting.timeout_s
+        self._refused: PacelineError | None = None  # why there will be no run
+        self._came = 0  # hosts, to host 0
         self._inbox: queue.SimpleQueue[tuple[int, HostMessage | _Arrived | PacelineError]] = queue.SimpleQueue()
         self.descriptor, self._wake = os.pipe()
         os.set_blocking(self.descriptor, False)
         os.set_blocking(self._wake, False)
         self._links: dict[int, Channel[HostMessage]] = {}  # by host; but for host 0 there is only that to it
         self._closed = threading.Event()
-        self._strangers = threading.BoundedSemaphore(MOST_STRANGERS_AT_ONCE)
+        self._strangers = Strangers()
         self._listener: socket.socket | None = None
         self._finished: dict[int, HostFinished] = {}  # by host
+        self._silence = Silence(setting.lost_after_s)
         self.code: int | None = None  # of the run, once it is over
         if setting.host == 0:
             self._listener = self._listening()
-            threading.Thread(target=self._accept, name="paceline-meeting", daemon=True).start()
+            how = (self._listener, self._strangers, self._admit, self._closed, say)
+            threading.Thread(target=accept_all, args=how, name="paceline-meeting", daemon=True).start()
         else:
             threading.Thread(target=self._go, name="paceline-meeting", daemon=True).start()
 
@@ -164,25 +175,36 @@ class Meeting:
         """Take in who has come. What is wrong with one is said to all, since nobody can go on without it."""
         for host, message in self._take():
             if isinstance(message, _Arrived) and message.comes is not None:
+                self._came += 1
                 try:
-                    self._check(message.comes, come)
+                    if self._refused is None:
+                        self._check(message.comes, come)
                 except PacelineError as error:
-                    self._links[-1] = message.channel  # it is told as well
                     self._refuse(error)
+                if self._refused is not None:
+                    self._links[-self._came] = message.channel
+                    self._send(-self._came, RunRefused(sentence=str(self._refused)))
+                    continue
                 come[message.comes.host] = message.comes
                 self._links[message.comes.host] = message.channel
                 self._read_from(message.comes.host)
+            elif isinstance(message, OtherVersion):
+                self._came += 1
+                self._refuse(message)
             elif isinstance(message, HostLost):
                 self._refuse(LaunchError(f"host {host} has ended before the run began ({message.why}): see its output"))
         missing = [host for host in range(self._setting.hosts) if host not in come]
-        if missing:
-            if time.monotonic() > self._give_up_at:
-                self._refuse(
-                    LaunchError(
-                        f"host {missing[0]} has not come to {self._setting.rendezvous} within "
-                        f"{self._setting.timeout_s:g} s: start it with --node-rank {missing[0]}, or give --timeout more"
-                    )
+        if missing and self._refused is None and time.monotonic() > self._give_up_at:
+            self._refuse(
+                LaunchError(
+                    f"host {missing[0]} has not come to {self._setting.rendezvous} within "
+                    f"{self._setting.timeout_s:g} s: start it with --node-rank {missing[0]}, or give --timeout more"
                 )
+            )
+        all_were_here = self._came >= self._setting.hosts - 1
+        if self._refused is not None and (all_were_here or time.monotonic() > self._give_up_at):
+            raise self._refused
+        if missing:
             return None
         addresses = {number: address for one in come.values() for number, address in one.servers.items()}
         begins = RunBegins(container=container, addresses=[addresses[number] for number in sorted(addresses)])
@@ -202,9 +224,12 @@ class Meeting:
             raise StrategyError("node-rank", comes.host, "two hosts have it, give each its own")
 
     def _refuse(self, error: PacelineError) -> None:
-        for host in list(self._links):
-            self._send(host, RunRefused(sentence=str(error)))
-        raise error
+        """There will be no run. Who comes later is told so too, for a while."""
+        if self._refused is None:
+            self._refused = error
+            self._give_up_at = min(self._give_up_at, time.monotonic() + LATE_S)
+            for host in list(self._links):
+                self._send(host, RunRefused(sentence=str(error)))
 
     # ── while it runs ────────────────────────────────────────────────────────────────────────────────────
 
@@ -213,11 +238,23 @@ class Meeting:
         for host in list(self._links):
             self._send(host, message)
 
+    def tell_first(self, message: HostMessage) -> None:
+        """Have host 0 hear that, which may be this one."""
+        if self._setting.host:
+            if 0 in self._links:
+                self._send(0, message)
+        else:
+            self._put(0, message)
+
     def news(self) -> list[HostMessage]:
-        """What was heard since the last look. Host 0 passes on what one says to the others."""
+        """What was heard since the last look. Host 0 passes on what one says to the others; what is about views is
+        between it and that one."""
+        self._listen_for_silence()
         heard: list[HostMessage] = []
         for host, message in self._take():
             if isinstance(message, HostLost) and message.host == host:
+                if host not in self._links:
+                    continue  # that is known
                 self._drop(host)
                 if self.code is not None:
                     continue  # it was free to go
@@ -225,12 +262,23 @@ class Meeting:
                 self._finished[host] = message
             elif isinstance(message, RunOver):
                 self.code = message.code
-            elif not isinstance(message, _Arrived | PacelineError):
+            elif isinstance(message, ViewMessage):
+                heard.append(message)
+            elif not isinstance(message, _Arrived | PacelineError | StillHere):
                 heard.append(message)
                 for other in [other for other in self._links if other != host]:
                     self._send(other, message)
         self._look_whether_over()
         return heard
+
+    def _listen_for_silence(self) -> None:
+        """Says that this host is still here, and finds those who have not said so for too long."""
+        if self._silence.time_to_speak():
+            self.tell(StillHere())
+        for host in self._silence.gone(self._links):
+            why = f"it has been silent for {self._setting.lost_after_s:g} s"
+            self._send(host, HostLost(host=host, why=why))  # in case that it hears
+            self._put(host, HostLost(host=host, why=why))
 
     def finish(self, code: int, *, trained: bool) -> None:
         """All replicas of this host have ended, as said. Called until the run is over: until `code` is known."""
@@ -283,12 +331,14 @@ class Meeting:
 
     def _read_from(self, host: int) -> None:
         channel = self._links[host]
+        self._silence.heard(host)
 
         def read() -> None:
             try:
                 while True:
                     message, _ = channel.receive()
                     channel.end_body()
+                    self._silence.heard(host)
                     self._put(host, message)
             except PacelineError as error:
                 self._put(host, HostLost(host=host, why=str(error)))
@@ -326,18 +376,6 @@ class Meeting:
             expected = f"host 0 cannot listen there ({error.strerror}), give an address of its own and a free port"
             raise StrategyError("rdzv-endpoint", self._setting.rendezvous, expected) from error
 
-    def _accept(self) -> None:
-        assert self._listener is not None
-        while not self._closed.is_set():
-            try:
-                connection, address = self._listener.accept()
-            except OSError:
-                return
-            if not self._strangers.acquire(blocking=False):
-                connection.close()
-                continue
-            threading.Thread(target=self._admit, args=(connection, address[0]), daemon=True).start()
-
     def _admit(self, connection: socket.socket, address: str) -> None:
         """Let in whoever knows the token; anybody else is sent away, and changes nothing."""
         channel: Channel[HostMessage] | None = None
@@ -346,14 +384,18 @@ class Meeting:
             keys = self._setting.keys
             secured = wrap_server(connection, keys) if keys is not None else connection
             channel = Channel(secured, HOST_MESSAGES, most_body_bytes=0)
-            comes = welcome(channel, self._setting.token, self._setting.timeout_s)
-            notice_silence(secured)
+            welcome(channel, self._setting.token)
+            self._strangers.remove(connection)
+            notice_silence(secured, self._setting.lost_after_s)
+            comes = hear(channel, HostComes, self._setting.timeout_s)
             self._put(comes.host, _Arrived(channel, "", comes))
+        except OtherVersion as error:
+            self._put(0, error)
         except (PacelineError, OSError) as error:
-            self._say(f"turned away whoever came from {address}: {error}")
+            self._say(f"turned away whoever came from {address.rpartition(':')[0]}: {error}")
             channel.close() if channel is not None else connection.close()
         finally:
-            self._strangers.release()
+            self._strangers.remove(connection)
 
     # ── the other hosts ──────────────────────────────────────────────────────────────────────────────────
 
@@ -388,7 +430,7 @@ class Meeting:
         except BaseException:
             channel.close()
             raise
-        notice_silence(secured)
+        notice_silence(secured, self._setting.lost_after_s)
         return _Arrived(channel, address)
 
 

@@ -32,6 +32,8 @@ class RunOutcome:
     samples: int = 0  # that were trained on, as far as anybody counts them
     found: dict[str, FoundValue] = field(default_factory=dict)  # the last of each name
     target: TargetSeen | None = None
+    saved: str | None = None  # the last checkpoint that the script has written
+    kept: list[str] = field(default_factory=list)  # models of a script that has written none, in the run folder
     stopped_by: str | None = None  # until, longest or most-steps
     late: int | None = None  # gradients that came too late; None: there are no servers
     dropped: int | None = None  # that were too stale
@@ -48,8 +50,10 @@ def outcome_of(
     seconds: float,
     stopped_by: str | None,
     sent: int,
+    models: Path,
 ) -> RunOutcome:
-    """The outcome of a run that has ended with that code. `sent`: what the host's link had carried before it."""
+    """The outcome of a run that has ended with that code. `sent`: what the host's link had carried before it. `models`:
+    where those are kept that the script has not saved."""
     progress, found, account = look.progress, look.found, look.found.account
     target = found.target_seen
     if exit_code == 0 and job.shown and target is not None and target.reached is None:
@@ -66,6 +70,8 @@ def outcome_of(
         samples=progress.samples,
         found=dict(found.latest),
         target=target,
+        saved=found.saved,
+        kept=[str(path) for path in kept_models(models)] if found.saved is None else [],
         stopped_by=stopped_by,
         late=account.late if account is not None else None,
         dropped=account.dropped if account is not None else None,
@@ -73,6 +79,11 @@ def outcome_of(
         thrown_away=round(account.thrown_away, 4) if account is not None else None,
         bytes_sent=_bytes_sent(job, sent),
     )
+
+
+def kept_models(folder: Path) -> list[Path]:
+    """Models that a run has kept there, in order; not what stands beside them to go on from."""
+    return sorted(path for path in folder.glob("*.safetensors") if not path.name.endswith(".training.safetensors"))
 
 
 def _bytes_sent(job: RunJob, before: int) -> int | None:

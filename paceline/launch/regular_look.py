@@ -51,6 +51,11 @@ class RegularLook:
                 samples_per_second=round(self.progress.samples_per_s, 1),
             )
 
+    @property
+    def forgot_to_save(self) -> bool:
+        """Return whether the script has made steps, and saved nothing of them."""
+        return self.progress.step > self.progress.resumed_at and self.found.saved is None
+
     def for_stalls(self, board: Board, living: Mapping[int, ReplicaProcess]) -> None:
         """Tell of a wait that takes long: who waits, for whom, and where that one stands."""
         now = time.monotonic()

@@ -29,6 +29,7 @@ from typing import Any
 
 import msgspec
 
+from paceline.deadlines import hold_always
 from paceline.errors import LaunchError, PacelineError
 from paceline.exchange.board import called
 from paceline.findings import Message, MessageReader
@@ -230,6 +231,8 @@ def main() -> None:
     _prepare(place, log)
     load_compiler_late()
     rest_while_loading()
+    if place.operation_timeout_s is not None:
+        hold_always(place.operation_timeout_s)
     try:
         run_script(place)
     except SystemExit:

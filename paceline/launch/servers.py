@@ -1,4 +1,8 @@
-"""The servers of a run on this host: processes that only own, started and watched by the supervisor.
+"""The servers of a run on this host: processes that only own, started by the supervisor, and started again by it.
+
+    a server …                        with --durability            without
+    is killed (also by SIGTERM)       is started again             the run ends: its parameters are gone
+    ends by itself                    the run ends, with its last words
 
 Each listens on a socket that the supervisor has opened before, and keeps open: replicas know the addresses from the
 start, and while a server is being started again, whoever calls it simply waits in the queue of that socket.
@@ -11,99 +15,63 @@ line on its standard input.
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import signal
 import socket
-import subprocess
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-
-import msgspec
 
 from paceline.launch.guard import Guard
 from paceline.launch.host_messages import ReplicaNews
-from paceline.launch.replica import RunProcess, starting
+from paceline.launch.job import RunJob
+from paceline.launch.reporter import Reporter, at, below, signal_name
+from paceline.launch.restarts import Restarts
+from paceline.launch.server_process import KeepModels, ServerProcess, ServerSetting
 from paceline.net.secure import TOKEN, new_token, write_secret
 from paceline.run_place import ServersPlace
 
-SERVER_VARIABLE = "PACELINE_SERVER"
+KEEP_WITHIN_S = 60.0
 
 
-class ServerSetting(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server process is told."""
+@dataclass(frozen=True)
+class ServerLost:
+    """Why a run ends with one of its servers."""
 
-    number: int
-    descriptor: int  # of its listening socket
-    token_folder: str
-    keys: str | None = None  # folder with keys for TLS
-    folder: str | None = None  # where it keeps its log
+    exit_code: int
+    sentence: str
 
 
-class ServerProcess(RunProcess):
-    """A running server."""
+class NoServers:
+    """Those of a run that starts none, or has not come so far."""
 
-    def __init__(self, setting: ServerSetting, log: Path, guard: Guard) -> None:
-        self.number = setting.number
-        environment = {
-            SERVER_VARIABLE: msgspec.json.encode(setting).decode(),
-            "OMP_NUM_THREADS": "1",  # it has threads of its own, for whole chunks
-            # Threads of a server that has nothing to do must not keep the replicas from computing.
-            "OMP_WAIT_POLICY": "passive",
-        }
-        with starting(f"server {self.number}"), log.open("ab") as output:
-            super().__init__(
-                ["paceline.central.server.process"],
-                environment,
-                guard,
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                bufsize=0,
-                pass_fds=(setting.descriptor,),
-            )
-        assert self._process.stdin is not None
-        self._input = self._process.stdin
-        os.set_blocking(self._input.fileno(), False)
+    def tell_chief(self, news: ReplicaNews) -> None:
+        """There is no chief among them."""
 
-    def tell(self, message: msgspec.Struct) -> None:
-        """Have it know something. Such messages are few and small: the pipe holds all of them."""
-        with contextlib.suppress(OSError):  # it has ended
-            os.write(self._input.fileno(), msgspec.json.encode(message) + b"\n")
+    def keep_models(self, folder: Path) -> None:
+        """There are none."""
 
-    def reap(self) -> int:
-        self._input.close()
-        return super().reap()
+    def close(self, *, forget: bool) -> None:
+        """There is nothing to end."""
 
 
 class LocalServers:
     """The servers of a run on this host."""
 
-    def __init__(
-        self,
-        numbers: Sequence[int],
-        folder: Path,
-        guard: Guard,
-        *,
-        keep: bool,
-        address: str = "127.0.0.1",
-        token: str | None = None,
-        keys: str | None = None,
-    ) -> None:
-        """`numbers`: which of the run's servers are here. `keep`: each keeps a log in `folder`, to go on from after its
-        death. `address`: of this machine, where they listen. `token`: what has to be known to them, if not a new one.
-        """
-        self.numbers = list(numbers)
-        self._folder = folder.resolve()  # scripts may go elsewhere before they look for it
+    def __init__(self, job: RunJob, guard: Guard, reporter: Reporter, restarts: Restarts, address: str) -> None:
+        """`address`: of this machine, where they listen."""
+        self._job = job
         self._guard = guard
-        self._keep = keep
-        self._keys = keys
+        self._reporter = reporter
+        self._restarts = restarts
+        self._folder = reporter.folder.path.resolve()  # scripts may go elsewhere before they look for it
+        self._durable = job.place.strategy.durable  # each keeps a log, to go on from after its death
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listeners = {
-            number: socket.create_server((address, 0), family=family, backlog=1024) for number in self.numbers
+            number: socket.create_server((address, 0), family=family, backlog=1024) for number in job.servers_here
         }
-        write_secret(folder / TOKEN, (token or new_token()).encode())
-        self.living: dict[int, ServerProcess] = {}
+        write_secret(self._folder / TOKEN, (job.token or new_token()).encode())
+        self._living: dict[int, ServerProcess] = {}
         self._known: dict[int, ReplicaNews] = {}  # by replica, of all hosts: what was heard last
 
     @property
@@ -114,45 +82,75 @@ class LocalServers:
     def place(self, container: str, addresses: Sequence[str]) -> ServersPlace:
         """What replicas are told of all the run's servers."""
         return ServersPlace(
-            addresses=list(addresses), container=container, token_folder=str(self._folder), keys=self._keys
+            addresses=list(addresses), container=container, token_folder=str(self._folder), keys=self._job.keys
         )
 
-    def start(self, number: int) -> ServerProcess:
+    def start_all(self) -> list[ServerProcess]:
+        return [self._start(number) for number in self._listeners]
+
+    def _start(self, number: int) -> ServerProcess:
         setting = ServerSetting(
             number=number,
             descriptor=self._listeners[number].fileno(),
             token_folder=str(self._folder),
-            keys=self._keys,
-            folder=str(self._folder / f"server-{number}") if self._keep else None,
+            keys=self._job.keys,
+            folder=str(self._folder / f"server-{number}") if self._durable else None,
         )
-        log = self._folder / f"server-{number}.log"
-        self.living[number] = ServerProcess(setting, log, self._guard)
+        server = ServerProcess(setting, self._folder / f"server-{number}.log", self._guard)
+        self._living[number] = server
+        self._reporter.event("server started", server=number, pid=server.pid)
         if number == 0:
             for news in self._known.values():
-                self.living[0].tell(news)
-        return self.living[number]
+                server.tell(news)
+        return server
 
     def tell_chief(self, news: ReplicaNews) -> None:
         """Have the chief, if it is here, know whether it need not wait for a replica."""
         self._known[news.replica] = news
-        if 0 in self.living:
-            self.living[0].tell(news)
+        if 0 in self._living:
+            self._living[0].tell(news)
 
-    def last_words(self, number: int) -> str:
+    # ── ends ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def reap(self, server: ServerProcess) -> int:
+        """After its end: its exit code, or minus the signal that killed it."""
+        del self._living[server.number]
+        return server.reap()
+
+    def follow(self, number: int, code: int, step: int) -> ServerProcess | ServerLost:
+        """Start another process in the place of one that has ended so; or tell why the run ends with it."""
+        self._restarts.deaths += 1
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with code {code}"
+        what = f"server {number} {how} {at(step)}"
+        self._reporter.event("server ended", server=number, code=code, step=step)
+        if self._durable and code < 0 and self._restarts.left:
+            self._reporter.say(f"{what}; it is started again {self._restarts.count()}")
+            return self._start(number)
+        lost = "" if self._durable else "; its parameters are gone (--durability log would have kept them)"
+        words = below(self._last_words(number)) if code >= 0 else ""
+        self._reporter.say(f"{what}{lost}, the run ends{words}")
+        return ServerLost(128 - code if code < 0 else max(1, code), f"{what}{lost}")
+
+    def _last_words(self, number: int) -> str:
         with contextlib.suppress(OSError):
             return (self._folder / f"server-{number}.log").read_text(errors="replace")[-4096:]
         return ""
 
+    def keep_models(self, folder: Path) -> None:
+        """Have the chief, if all servers are here and alive, write its containers into that folder, and end."""
+        if 0 in self._living and len(self._living) == len(self._listeners):
+            self._living[0].tell(KeepModels(str(folder.resolve())))
+            self._living[0].has_ended(KEEP_WITHIN_S)
+
     def close(self, *, forget: bool) -> None:
         """End all. `forget`: what they have written to go on from is not needed any more."""
-        for server in list(self.living.values()):
+        for server in list(self._living.values()):
             server.send(signal.SIGKILL)
-            server.reap()
-        self.living.clear()
-        for number in self.numbers if forget else ():
-            shutil.rmtree(self._folder / f"server-{number}", ignore_errors=True)
-        for listener in self._listeners.values():
+            self.reap(server)
+        for number, listener in self._listeners.items():
             listener.close()
+            if forget:
+                shutil.rmtree(self._folder / f"server-{number}", ignore_errors=True)
 
 
 def _as_text(address: tuple[str, int]) -> str:

@@ -36,25 +36,34 @@ from paceline.exchange.words import HostWord, Phase, Word
 from paceline.launch import limits
 from paceline.launch.fresh_board import board_after, new_board
 from paceline.launch.guard import Guard
-from paceline.launch.host_messages import HostLost, ReplicaEnded, ReplicaNews, ReplicaStarted, RunFailed, StopAsked
+from paceline.launch.host_messages import (
+    HostLost,
+    ReplicaEnded,
+    ReplicaNews,
+    ReplicaStarted,
+    RunFailed,
+    StopAsked,
+    ViewMessage,
+)
 from paceline.launch.host_rule import goes_on_without, replicas_of
 from paceline.launch.job import RunJob
 from paceline.launch.meeting import Meeting, SingleHost
 from paceline.launch.outcome import RunOutcome, link_bytes, outcome_of
 from paceline.launch.regular_look import LOOK_EVERY_S, RegularLook
 from paceline.launch.replica import ReplicaProcess
-from paceline.launch.reporter import Reporter, at, below, signal_name
+from paceline.launch.replica_output import ReplicaOutput
+from paceline.launch.reporter import Reporter, at, signal_name
 from paceline.launch.restarts import Restarts
-from paceline.launch.servers import LocalServers, ServerProcess
-from paceline.launch.shown_replica import next_shown
+from paceline.launch.server_process import ServerProcess
+from paceline.launch.servers import LocalServers, NoServers
 from paceline.launch.signals import signals_as_bytes
-from paceline.run_place import INTERRUPTED
+from paceline.launch.view_keeper import ViewKeeper
+from paceline.run_place import INTERRUPTED, MODELS
 from paceline.watch.display import Display
 from paceline.watch.run_folder import RunFolder
 
 STOP_GRACE_S = 30.0  # after a request to stop
 END_GRACE_S = 5.0  # after SIGTERM
-MOST_DRAINED_CHUNKS = 16
 
 Answer = TypeVar("Answer")
 
@@ -75,19 +84,30 @@ class Supervisor:
         self._look_at = RegularLook(job, self._reporter)
         self._board = new_board(job)
         self._place = job.place
-        self._servers: LocalServers | None = None
+        self._servers: LocalServers | NoServers = NoServers()
         self._hosts: Meeting | SingleHost = SingleHost()
+        self._views: ViewKeeper | None = None  # of the hosts of mirrored replicas
         self._living: dict[int, ReplicaProcess] = {}
         self._finished: set[int] = set()  # took part until their good end
         self._due: dict[int, float] = {}  # when to start a row again
         self._joining: set[int] = set()  # started again, not yet admitted
         self._exit_code: int | None = None  # known once the run is ending
         self._stop_requested = False
+        self._told_to_stop = False  # by another host, and not by a signal so far
         self._quit = False  # asked to end at once, as when another host has failed
         self._stopped_by: str | None = None
         self._kill_at: float | None = None
         self._last_signal = 0
         self._selector = selectors.DefaultSelector()
+        self._output = ReplicaOutput(
+            self._selector,
+            self._reporter,
+            self._look_at.found,
+            self._living,
+            self._finished,
+            board=lambda: self._board,
+            heard=self._look_for_a_stop,
+        )
 
     def run(self) -> RunOutcome:
         """Start everything and return when all of it has ended."""
@@ -104,8 +124,9 @@ class Supervisor:
             finally:
                 for replica in list(self._living.values()):
                     self._drop(replica)
-                if self._servers is not None:
-                    self._servers.close(forget=self._final_exit_code() == 0)
+                if self._look_at.forgot_to_save and not self._several and self._place.strategy.on_servers:
+                    self._servers.keep_models(self._folder.path / MODELS)
+                self._servers.close(forget=self._final_exit_code() == 0)
                 self._hosts.close()
                 self._selector.close()
         outcome = outcome_of(
@@ -116,6 +137,7 @@ class Supervisor:
             time.monotonic() - began,
             self._stopped_by,
             sent,
+            self._folder.path / MODELS,
         )
         rows = self._job.place.rows
         used = any(self._board.get(row, Word.PID) for row in range(rows))
@@ -146,68 +168,57 @@ class Supervisor:
     # ── servers ──────────────────────────────────────────────────────────────────────────────────────────
 
     def _meet(self) -> None:
-        """Start this host's servers, and learn where those of all hosts are."""
+        """Meet the other hosts; start this host's servers, and learn where those of all hosts are."""
         job = self._job
-        if not job.server_hosts:
-            return
         if job.hosts is not None:
             self._hosts = Meeting(job.hosts, self._say)
             self._selector.register(self._hosts.descriptor, selectors.EVENT_READ, lambda: None)
-        address = self._wait_for(self._hosts.address)
-        if address is None:
-            self._hosts.leave()
+        elif not job.server_hosts:
             return
-        self._servers = LocalServers(
-            job.servers_here,
-            self._folder.path,
-            self._guard,
-            keep=self._place.strategy.durable,
-            address=address,
-            token=job.token,
-            keys=job.keys,
-        )
-        begins = self._wait_for(self._hosts.gather(self._servers.addresses, job.container))
+        if (address := self._wait_for(self._hosts.address)) is None:
+            return
+        servers = None
+        if job.server_hosts:
+            self._servers = servers = LocalServers(job, self._guard, self._reporter, self._restarts, address)
+        begins = self._wait_for(self._hosts.gather(servers.addresses if servers else {}, job.container))
         if begins is None:
-            self._hosts.leave()
             return
-        place = self._servers.place(begins.container, begins.addresses)
-        self._place = msgspec.structs.replace(self._place, servers=place)
-        for number in self._servers.numbers:
-            self._start_server(number)
+        if servers is None:
+            self._place = place = msgspec.structs.replace(self._place, address=address)
+            hosts = self._hosts
+            self._views = ViewKeeper(
+                place.host, place.hosts, place.rows, hosts.tell, hosts.tell_first, self._cannot_go_on
+            )
+            self._views.begin(self._board)
+            return
+        at = servers.place(begins.container, begins.addresses)
+        self._place = msgspec.structs.replace(self._place, servers=at)
+        for server in servers.start_all():
+            self._watch(servers, server)
 
     def _wait_for(self, ask: Callable[[], Answer | None]) -> Answer | None:
-        """What `ask` answers, as soon as it does; None if this run is to end before."""
+        """What `ask` answers, as soon as it does; None, for which no other host waits, if this run is to end before."""
         while (answer := ask()) is None and self._exit_code is None:
             self._await_something()
+        if answer is None:
+            self._hosts.leave()
         return answer
 
-    def _start_server(self, number: int) -> None:
-        assert self._servers is not None
-        server = self._servers.start(number)
-        self._selector.register(server.pidfd, selectors.EVENT_READ, partial(self._on_server_end, server))
-        self._event("server started", server=number, pid=server.pid)
+    def _watch(self, servers: LocalServers, server: ServerProcess) -> None:
+        act = partial(self._on_server_end, servers, server)
+        self._selector.register(server.pidfd, selectors.EVENT_READ, act)
 
-    def _on_server_end(self, server: ServerProcess) -> None:
-        assert self._servers is not None
+    def _on_server_end(self, servers: LocalServers, server: ServerProcess) -> None:
         self._selector.unregister(server.pidfd)
-        code = server.reap()
-        del self._servers.living[server.number]
+        code = servers.reap(server)
         if self._exit_code is not None:
             return
-        self._restarts.deaths += 1
         self._look_at_progress()  # the last look may be a while ago
-        step, durable = self._look_at.progress.step, self._place.strategy.durable
-        how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with code {code}"
-        what = f"server {server.number} {how} {at(step)}"
-        self._event("server ended", server=server.number, code=code, step=step)
-        if durable and code < 0 and self._restarts.left:
-            self._say(f"{what}; it is started again {self._restarts.count()}")
-            self._start_server(server.number)
+        next_one = servers.follow(server.number, code, self._look_at.progress.step)
+        if isinstance(next_one, ServerProcess):
+            self._watch(servers, next_one)
         else:
-            lost = "" if durable else "; its parameters are gone (--durability log would have kept them)"
-            words = below(self._servers.last_words(server.number)) if code >= 0 else ""
-            self._say(f"{what}{lost}, the run ends{words}")
-            self._fail(128 - code if code < 0 else max(1, code), f"{what}{lost}")
+            self._fail(next_one.exit_code, next_one.sentence)
 
     # ── processes ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -224,55 +235,8 @@ class Supervisor:
         replica = ReplicaProcess(self._job.command, place, log, self._guard)
         self._living[row] = replica
         self._selector.register(replica.pidfd, selectors.EVENT_READ, partial(self._on_end, replica))
-        for descriptor in (replica.stdout, replica.stderr):
-            self._selector.register(descriptor, selectors.EVENT_READ, partial(self._on_output, replica, descriptor))
-        self._selector.register(replica.findings, selectors.EVENT_READ, partial(self._on_findings, replica))
+        self._output.listen_to(replica)
         self._event("restarted" if again else "started", replica=replica.rank, pid=replica.pid)
-
-    def _on_output(self, replica: ReplicaProcess, descriptor: int) -> None:
-        self._follow_chief()
-        self._pass_on(replica, descriptor)
-
-    def _pass_on(self, replica: ReplicaProcess, descriptor: int) -> bool:
-        """Pass on what there is to read; whether more may come."""
-        if self._living.get(replica.row) is not replica:
-            return False
-        data = replica.read(descriptor)
-        if data is None:
-            with contextlib.suppress(KeyError):
-                self._selector.unregister(descriptor)
-        elif data:
-            self._reporter.pass_on(replica.row, data, error=descriptor == replica.stderr)
-        return bool(data)
-
-    def _on_findings(self, replica: ReplicaProcess) -> None:
-        self._follow_chief()
-        self._take_findings(replica)
-        if replica.told_all:
-            self._selector.unregister(replica.findings)
-        self._look_for_a_stop()
-
-    def _take_findings(self, replica: ReplicaProcess) -> None:
-        for message in replica.read_findings() if self._living.get(replica.row) is replica else ():
-            self._look_at.found.take(replica.row, message, self._reporter.shown)
-
-    def _drain(self, replica: ReplicaProcess) -> None:
-        self._take_findings(replica)
-        for descriptor in (replica.stdout, replica.stderr):
-            for _ in range(MOST_DRAINED_CHUNKS):
-                if not self._pass_on(replica, descriptor):
-                    break
-
-    def _follow_chief(self) -> None:
-        """Show the replica whose `trainer.chief` is true."""
-        shown = self._reporter.shown
-        chief = None if shown is None else next_shown(self._board, self._living, self._finished, shown)
-        if shown is None or chief is None:
-            return
-        if shown in self._living:
-            self._drain(self._living[shown])
-        self._reporter.show_another(chief)
-        self._look_at.found.hear(chief)
 
     def _on_end(self, replica: ReplicaProcess) -> None:
         row = replica.row
@@ -298,10 +262,8 @@ class Supervisor:
     def _drop(self, replica: ReplicaProcess) -> int:
         """End a replica and everything it spawned, read the last of its output, declare it ended."""
         replica.send(signal.SIGKILL)
-        self._drain(replica)
-        for descriptor in (replica.pidfd, replica.stdout, replica.stderr, replica.findings):
-            with contextlib.suppress(KeyError):
-                self._selector.unregister(descriptor)
+        self._output.take_last(replica)
+        self._selector.unregister(replica.pidfd)
         code = replica.reap()
         del self._living[replica.row]
         self._joining.discard(replica.row)
@@ -321,8 +283,10 @@ class Supervisor:
             return  # most likely our own doing
         self._restarts.deaths += 1
         self._last_signal = number
+        if self._views is not None and self._job.on_failure != "stop":
+            self._views.look(self._board, died=[replica.row])
         what = f"{self._reporter.called(replica.row)} was killed by {name} {at(step)}{limits.behind_end(-number)}"
-        self._follow_chief()
+        self._output.follow_chief()
         if self._restarts.of_replicas:
             self._say(f"{what}; {self._start_again(replica)}")
         elif self._job.on_failure == "stop" or self._is_cut:
@@ -394,6 +358,11 @@ class Supervisor:
         self._hosts.tell(RunFailed(host=self._place.host, code=exit_code, sentence=" ".join(why.split())))
         self._end(exit_code)
 
+    def _cannot_go_on(self, why: str) -> None:
+        if self._exit_code is None:
+            self._say(f"{why}; the run ends")
+            self._fail(1, why)
+
     def _end(self, exit_code: int) -> None:
         """End all replicas: ask first, kill after a while."""
         self._exit_code = exit_code
@@ -404,6 +373,9 @@ class Supervisor:
 
     def _on_signal(self) -> None:
         for number in os.read(self._signals, 64):
+            if self._told_to_stop and number != signal.SIGQUIT:
+                self._told_to_stop = False  # by the same Ctrl-C, of which another host has heard sooner
+                continue
             if self._exit_code is not None or number == signal.SIGQUIT:
                 # The other host may have failed because of a replica here that takes longer to end: it is told of then.
                 self._quit |= self._exit_code is None
@@ -447,24 +419,34 @@ class Supervisor:
 
     def _tell_of(self, news: ReplicaNews) -> None:
         """Have the chief, wherever it is, know that a process has ended or is on its way."""
-        if self._several and self._servers is not None:
+        if self._several:
             self._servers.tell_chief(news)
             self._hosts.tell(news)
 
     def _hear(self) -> None:
         for message in self._hosts.news():
             if isinstance(message, ReplicaNews):
-                assert self._servers is not None
                 self._servers.tell_chief(message)
+            elif isinstance(message, ViewMessage):
+                assert self._views is not None
+                self._views.hear(message, self._board)
             elif isinstance(message, HostLost):
                 self._on_host_lost(message)
             elif isinstance(message, RunFailed):
                 if self._exit_code is None or self._stop_requested:
-                    self._say(f"host {message.host} ended the run: {message.sentence}")
+                    self._quit = self._has_failed_first()  # then it is told of when its process ends
+                    if not self._quit:
+                        self._say(f"host {message.host} ended the run: {message.sentence}")
                     self._stop_requested = False
                     self._end(message.code)
             elif isinstance(message, StopAsked) and self._exit_code is None:
+                self._told_to_stop = True
                 self._stop(message.code, by=message.by)
+
+    def _has_failed_first(self) -> bool:
+        """Whether the run's first failure is that of a replica here, whose process has not ended yet."""
+        first = self._folder.first_failure()
+        return first is not None and first.replica - self._place.rank in self._living
 
     def _on_host_lost(self, lost: HostLost) -> None:
         self._event("host lost", host=lost.host, why=lost.why)
@@ -472,19 +454,24 @@ class Supervisor:
             return
         goes_on, sentence = goes_on_without(self._job, lost)
         self._say(sentence)
-        if goes_on:
-            assert self._servers is not None
+        if goes_on and self._views is not None:
+            self._views.lost(lost.host, self._board)
+        elif goes_on:
             for replica in replicas_of(self._job, lost.host):
                 self._servers.tell_chief(ReplicaEnded(replica=replica, incarnation=None))
         else:
+            # Who was asked to stop, and a second time, is gone because of that: it is no failure of this run.
+            interrupted = self._stop_requested and self._exit_code == INTERRUPTED
             self._stop_requested = False
-            self._end(1)
+            self._end(INTERRUPTED if interrupted else 1)
 
     # ── the regular look ─────────────────────────────────────────────────────────────────────────────────
 
     def _look(self) -> None:
         now = time.monotonic()
         self._hear()
+        if self._views is not None:
+            self._views.look(self._board)
         if self._kill_at is not None and now >= self._kill_at:
             for replica in self._living.values():
                 replica.send(signal.SIGKILL)
@@ -493,7 +480,7 @@ class Supervisor:
             self._start(row)
         self._look_at_progress()
         self._look_for_a_stop()
-        self._follow_chief()
+        self._output.follow_chief()
         self._guard.reap_adopted()
         for row in [row for row in self._joining if self._board.alive(row)]:
             self._joining.discard(row)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from paceline.data.ahead import Ahead, Request
 from paceline.data.batch_values import without_samples
-from paceline.data.feed import Ahead, Request
 from paceline.errors import PacelineError
 from paceline.loop.engine import Chapter, Computed, ReplicaWork, Samples, Worker
 from paceline.loop.passes import Passes

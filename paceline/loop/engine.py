@@ -17,7 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from paceline.data.feed import Feed, Request
+from paceline.data.ahead import Request
+from paceline.data.feed import Feed
 from paceline.data.ledger import Ledger
 from paceline.data.script_call import ScriptCall
 from paceline.evaluations import EvaluationKey
@@ -239,6 +240,12 @@ class Engine(Protocol):
 
     def take_state(self, model: dict[str, torch.Tensor], optimizer: StateByName, state: RunState) -> None:
         """Takes over parameters, buffers, optimizer state and progress of a checkpoint."""
+
+    def kept_by_hosts(self) -> dict[str, torch.Tensor]:
+        """Returns what several hosts keep in order to exchange, for the checkpoint that is being written."""
+
+    def take_kept_by_hosts(self, saved: dict[str, torch.Tensor]) -> None:
+        """Goes on from what a checkpoint has of that, if this run has several hosts."""
 
     def close(self) -> None:
         """Lets go of everything shared."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.data.feed import Request
+from paceline.data.ahead import Request
 from paceline.data.ledger import Lease, Ledger
 from paceline.data.script_call import ScriptCall
 from paceline.errors import PacelineError
@@ -162,6 +162,12 @@ class LockstepEngine:
 
     def optimizer_state(self) -> StateByName:
         raise NotImplementedError
+
+    def kept_by_hosts(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def take_kept_by_hosts(self, saved: dict[str, torch.Tensor]) -> None:
+        """There is one host."""
 
     def snapshot(self, state: RunState) -> tuple[dict[str, torch.Tensor], StateByName, RunState]:
         return self.model_state(), self.optimizer_state(), state

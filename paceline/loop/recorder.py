@@ -118,7 +118,7 @@ class Recorder(NoRecorder):
             self._write(asked_file(self._steps), found)
 
     def _write(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        whole = {key: value.detach().clone().contiguous() for key, value in tensors.items()}
+        whole = {key: value.detach().cpu().clone().contiguous() for key, value in tensors.items()}
         notes = {"narrow": self._precision.narrow, "gain": Gain.of(self._optimizer.param_groups).note()}
         save_file(whole, self._folder / name, notes)
         self._precision.narrow = ""

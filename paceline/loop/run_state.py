@@ -28,6 +28,7 @@ from paceline.torch_private import mark_stepped
 
 StateByName = dict[str, dict[str, Any]]  # an optimizer's, by parameter name
 RANDOM_STATE = "random/torch"
+HOSTS = "hosts/"  # the names of what several hosts keep in order to exchange begin so
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,6 +122,11 @@ def unflatten(tensors: dict[str, torch.Tensor], numbers: dict[str, dict[str, Any
             name, key = flat.removeprefix("optimizer/").rsplit("/", 1)
             states.setdefault(name, {})[key] = value
     return states
+
+
+def of_hosts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns what several hosts have kept in order to exchange."""
+    return {name.removeprefix(HOSTS): value for name, value in tensors.items() if name.startswith(HOSTS)}
 
 
 # ── random numbers ───────────────────────────────────────────────────────────────────────────────────────────

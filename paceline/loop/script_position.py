@@ -79,6 +79,11 @@ class ScriptPosition:
         self._last_evaluation = EvaluationKey(*where, number=last.number + 1 if same and last is not None else 0)
         return self._last_evaluation
 
+    def undo_evaluation(self, key: EvaluationKey) -> None:
+        """The evaluation that came last was given up: it is none of the run."""
+        before = EvaluationKey(key.chapter, key.epoch, key.position, key.number - 1)
+        self._last_evaluation = before if key.number else None
+
     def recorded(self, key: EvaluationKey) -> EvaluationResult | None:
         """Returns the result of an evaluation that lies behind, if it is known."""
         if not self.script_is_behind:

@@ -9,13 +9,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.loop.engine import Batch, Closed
+from paceline.deadlines import call_limit
+from paceline.loop.engine import Batch, Closed, Computed
 from paceline.loop.lockstep import BatchShare, LockstepEngine
 from paceline.loop.passes import PlainWorker
 from paceline.loop.run_state import RunState, StateByName
 from paceline.loss_value import LossPart, nothing_counted
 from paceline.optim.models import own_state, parameter_names
 from paceline.split.cut import Function
+from paceline.stoppable_calls import CallGivenUp, check_in_time, in_time
 
 
 class Solo(LockstepEngine):
@@ -32,7 +34,7 @@ class Solo(LockstepEngine):
     def step(self, batches: Sequence[Batch]) -> Closed:
         (batch,) = batches
         self._optimizer.zero_grad(set_to_none=True)
-        computed = batch.compute(self._worker, BatchShare(0, 1))
+        computed = self._compute(batch)
         part, samples = computed.loss, computed.samples
         assert part.loss is not None
         if part.counted:
@@ -43,6 +45,22 @@ class Solo(LockstepEngine):
             nn.utils.clip_grad_norm_(self._trained(), self._clip_norm)
         self._optimizer.step()
         return Closed(part.loss.mean, samples, 1, logged=part.means)
+
+    def _compute(self, batch: Batch) -> Computed:
+        """Gradients, in the time there is for them: after that nothing is given up any more."""
+        limit = call_limit()
+        before = [(buffer, buffer.clone()) for buffer in self.model.buffers()] if limit is not None else []
+        try:
+            with in_time(self.model, limit):
+                computed = batch.compute(self._worker, BatchShare(0, 1))
+            check_in_time(limit)
+        except CallGivenUp:
+            assert limit is not None
+            self._optimizer.zero_grad(set_to_none=True)
+            for buffer, value in before:
+                buffer.copy_(value)
+            raise limit.exceeded("the step") from None
+        return computed
 
     def _divide(self, part: LossPart, step: int) -> None:
         """Makes the gradients of sums, which are over their unit, those of the mean."""

@@ -11,6 +11,7 @@ Without a supervisor (plain `python`, torchrun) nobody listens, and nothing is w
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Mapping
@@ -20,7 +21,16 @@ from paceline.errors import InvalidInput
 from paceline.evaluations import EvaluationKey
 from paceline.exchange.board import Board
 from paceline.exchange.words import Word
-from paceline.findings import MOST_NAME, Finding, Message, MessageWriter, ServersAccount, TrainingBegan, WordOf
+from paceline.findings import (
+    MOST_NAME,
+    Finding,
+    Message,
+    MessageWriter,
+    ModelSaved,
+    ServersAccount,
+    TrainingBegan,
+    WordOf,
+)
 from paceline.loop.returned_loss import read_number
 from paceline.run_place import Place
 
@@ -102,6 +112,9 @@ class Telling:
 
     def account(self, account: ServersAccount) -> None:
         self._write(account)
+
+    def saved(self, path: str | os.PathLike[str]) -> None:
+        self._write(ModelSaved(os.fspath(path)))
 
     def calls_at(self, place: ScriptPlace) -> int:
         """Returns how often the script has logged there, outside of its loop: for a checkpoint that is taken there."""

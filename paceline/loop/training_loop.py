@@ -28,15 +28,17 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline import checkpoint
-from paceline.data.feed import Ahead, Feed
+from paceline.data.ahead import Ahead
+from paceline.data.feed import Feed
 from paceline.data.ledger import Ledger
 from paceline.data.script_call import ScriptCall
-from paceline.errors import PacelineError
+from paceline.errors import DeadlineExceeded, PacelineError
 from paceline.exchange.board import called
 from paceline.loop import run_state
 from paceline.loop.batch import DrawnBatch, ReplicaBatch
 from paceline.loop.engine import Chapter, Engine, Samples
 from paceline.loop.evaluation import Evaluation, batch_loader, evaluation_of
+from paceline.loop.kept_model import KeptModel
 from paceline.loop.model_found import ModelFound, found_call
 from paceline.loop.passes import Passes
 from paceline.loop.recorder import open_recorder
@@ -90,6 +92,7 @@ class TrainingLoop:
         self.logged: dict[str, float] = {}  # in the last step, by the loss beside itself
         self._resumed: tuple[RunState, dict[str, torch.Tensor]] | None = None  # until the script has caught up with it
         engine.state_for_joining = self._state_for_joining
+        self._kept = KeptModel(training.place, self._keep)
 
     @property
     def ledger(self) -> Ledger | None:
@@ -180,7 +183,13 @@ class TrainingLoop:
         drawn.take(batch)
         self._prepare(drawn.batches[0].micro_batches[0], drawn, chapter)
         began_at = time.monotonic()
-        closed = self.engine.step(drawn.batches)
+        were_consistent, self._kept.consistent = self._kept.consistent, False
+        try:
+            closed = self.engine.step(drawn.batches)
+        except DeadlineExceeded:  # nothing has changed, and its samples are drawn again
+            self._drawn, self._kept.consistent = None, were_consistent
+            raise
+        self._kept.consistent = True
         self._telling.began(began_at)
         samples.commit(closed)
         self._drawn, self.logged = None, dict(closed.logged)
@@ -278,7 +287,11 @@ class TrainingLoop:
             if result is not None:
                 sums = torch.tensor(result.sums)
             else:
-                sums = self.engine.total(key, evaluation.script_call, evaluation.over)
+                try:
+                    sums = self.engine.total(key, evaluation.script_call, evaluation.over)
+                except DeadlineExceeded:
+                    self._position.undo_evaluation(key)
+                    raise
             result = evaluation.result(key, sums)
             self._position.results.append(result)
         value = evaluation.value(result)
@@ -325,14 +338,24 @@ class TrainingLoop:
         self._saves += 1
         if not self._position.script_is_behind:
             self.engine.rest()
-            self.engine.once(self._saves, lambda: self._write(path, keep))
+            self.engine.once(self._saves, lambda: self._save(path, keep))
+
+    def _save(self, path: str | os.PathLike[str], keep: int) -> None:
+        self._write(path, keep)
+        self._telling.saved(path)
 
     def _write(self, path: str | os.PathLike[str], keep: int) -> None:
         model, optimizer, state = self.engine.snapshot(self._state())
         tensors, numbers = run_state.flatten(optimizer)
         tensors[run_state.RANDOM_STATE] = torch.get_rng_state()
+        tensors |= {run_state.HOSTS + name: value for name, value in self.engine.kept_by_hosts().items()}
         state = msgspec.structs.replace(state, numbers=numbers, random=run_state.random_numbers())
         checkpoint.write(path, model, tensors, msgspec.to_builtins(state), keep=keep)
+
+    def _keep(self, path: Path) -> None:
+        """Saves what the script has forgotten to save; the one in charge does, for all."""
+        if not self._saves and self.engine.in_charge:
+            self._write(path, keep=1)
 
     def resume(self, path: str | os.PathLike[str], fall_back: bool) -> bool:
         if self._place.serving is not None:
@@ -348,6 +371,7 @@ class TrainingLoop:
         with run_state.named(saved.path):
             model, training = self._precision.state(saved.model), self._precision.state(saved.training)
             self.engine.take_state(model, run_state.unflatten(training, state.numbers), state)
+            self.engine.take_kept_by_hosts(run_state.of_hosts(training))
             self._take(state)
         self._resumed = (state, saved.training)
         return True
@@ -391,4 +415,5 @@ class TrainingLoop:
             self._schedule.catch_up(state.step + 1)
 
     def close(self) -> None:
+        self._kept.keep()
         self.engine.close()

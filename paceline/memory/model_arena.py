@@ -4,6 +4,10 @@ description   the model's slots as JSON, so that a replica with another model is
 parameters    one copy; every replica's model points here
 gradients     one flat buffer a replica
 sums          (several hosts) the gradient summed over all hosts
+owed          (several hosts, lossy wire) what is owed after the last step, and what will be after the next; in turns
+bases         (several hosts, powersgd) the bases of its matrices, after the last step and after the next; in turns
+common        (hosts that step by themselves) the parameters that all hosts had when they last exchanged
+outer         (the same, with momentum) that of the steps they make together
 states        optimizer state, a block a chunk
 undo          a replica's copy of the one chunk (parameters, then state block) it is updating
 norms         (chunk) squared gradient norm
@@ -32,6 +36,17 @@ LOGGED_BYTES = 4096
 
 
 @dataclass(frozen=True)
+class ForHosts:
+    """What the hosts of a run keep beside the model, in order to exchange."""
+
+    sums: bool = False
+    owed_floats: int = 0
+    bases_floats: int = 0
+    common: bool = False
+    outer: bool = False
+
+
+@dataclass(frozen=True)
 class Sizes:
     """What an arena must hold, beside the layout. Every replica works it out for itself and gets the same."""
 
@@ -39,7 +54,7 @@ class Sizes:
     state_blocks: tuple[int, ...]  # bytes of optimizer state, by chunk
     scratch_bytes: int
     buffer_bytes: int
-    several_hosts: bool
+    for_hosts: ForHosts = ForHosts()
 
 
 class ModelArena:
@@ -59,7 +74,12 @@ class ModelArena:
         self._description = view(regions["description"], byte, [_description_bytes(layout)])
         self.parameters = view(regions["parameters"], byte, [layout.bytes])
         self.gradients = [view(regions["gradients"] + r * trained, byte, [trained]) for r in range(count)]
-        self.sums = view(regions["sums"], byte, [trained if sizes.several_hosts else 0])
+        hosts = sizes.for_hosts
+        self.sums = view(regions["sums"], byte, [trained if hosts.sums else 0])
+        self.owed = view(regions["owed"], torch.float32, [2, hosts.owed_floats])
+        self.bases = view(regions["bases"], torch.float32, [2, hosts.bases_floats])
+        self.common = view(regions["common"], byte, [trained if hosts.common else 0])
+        self.outer = view(regions["outer"], byte, [trained if hosts.outer else 0])
         self._states = view(regions["states"], byte, [sum(sizes.state_blocks)])
         undo = _undo_bytes(layout, sizes)
         self._undo = [view(regions["undo"] + r * undo, byte, [undo]) for r in range(count)]
@@ -105,6 +125,10 @@ class ModelArena:
     def summed(self, slot: Slot) -> torch.Tensor:
         """The gradient summed over all hosts."""
         return self._typed(self.sums, slot)
+
+    def outer_step(self, slot: Slot) -> torch.Tensor:
+        """The momentum of the steps that hosts make together."""
+        return self._typed(self.outer, slot)
 
     def chunk_of(self, flat: torch.Tensor, chunk: Chunk) -> torch.Tensor:
         """The chunk's range of a flat buffer, in the chunk's type."""
@@ -183,7 +207,11 @@ def _regions(layout: FlatLayout, sizes: Sizes) -> tuple[dict[str, int], int]:
         "description": _description_bytes(layout),
         "parameters": layout.bytes,
         "gradients": count * trained,
-        "sums": trained if sizes.several_hosts else 0,
+        "sums": trained if sizes.for_hosts.sums else 0,
+        "owed": 2 * 4 * sizes.for_hosts.owed_floats,
+        "bases": 2 * 4 * sizes.for_hosts.bases_floats,
+        "common": trained if sizes.for_hosts.common else 0,
+        "outer": trained if sizes.for_hosts.outer else 0,
         "states": sum(sizes.state_blocks),
         "undo": count * _undo_bytes(layout, sizes),
         "norms": 8 * len(layout.chunks),

@@ -1,8 +1,15 @@
 """The other hosts of a run, if there are any: gradients go there while backward still runs.
 
 Chunks lie in the order in which backward finishes them, and travel in buckets. As soon as every replica of this
-host has finished a bucket, each owner sums its part of it from shared memory and sends it off, in a thread of its
-own: the link works while the model computes. What comes back, summed over all hosts, lies in the arena's `sums`.
+host has finished a bucket, each owner sums its part of it from shared memory and sends it off, in threads of its own:
+the link works while the model computes. Several buckets are under way at once, so that one is coded or added up while
+the bytes of others cross, in both directions. What comes back, summed over all hosts, lies in the arena's `sums`, and
+is applied chunk by chunk as it comes, while the rest is still on its way. Where a host may die and the others go on
+(`exchange/host_views.py`), nothing is applied before all of it is back on every host:
+
+    backward     ▓▓▓▓▓▓▓▓▓▓▓┃ all have arrived: the step is decided
+    bucket 0        ├ code ┤▒▒▒ there ▒▒▒├ add ┤▒▒▒ back ▒▒▒├ update ┤
+    bucket 1              ├ code ┤   ▒▒▒ there ▒▒▒├ add ┤   ▒▒▒ back ▒▒▒├ update ┤
 
 Of a loss that is (sum, count) the gradients are weighed before they are sent, so that a wire of few bits sees those of
 the mean, and carries over what it loses in the same measure. By what to weigh them is known as soon as the first bucket
@@ -14,25 +21,30 @@ Of a cut model nothing is sent before backward is over: only then do its devices
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from paceline.errors import Stalled
-from paceline.exchange.board import Board, Members
-from paceline.exchange.links import LOOK_EVERY, Links
+from paceline.exchange.board import Board, MemberLost, Members
+from paceline.exchange.links import LOOK_EVERY, LinkLost, Links
 from paceline.exchange.other_hosts import OtherHosts
+from paceline.exchange.sums import SharedSums
 from paceline.exchange.together import Together
 from paceline.exchange.words import OVER_SAMPLES, Kind, Phase, Word
 from paceline.loop.lockstep import BatchShare
-from paceline.memory.layout import Chunk, Slot
-from paceline.memory.model_arena import ModelArena
+from paceline.memory.layout import Chunk, FlatLayout, Slot
+from paceline.memory.model_arena import ForHosts, ModelArena
+from paceline.mirrored.link_maker import LinkMaker
 from paceline.mirrored.owner import Owner, sum_into
 from paceline.mirrored.step_parts import DecidedStep, StepPart
+from paceline.mirrored.wire_memory import WireMemory
 
-BUCKET_BYTES = 8 << 20
+BUCKET_BYTES = 2 << 20  # of each owner: what is left to do when the last one has come back is short
+_AT_ONCE = 4  # buckets under way
 _BUCKET_BITS = 16
 _LOOK_EVERY_S = 0.0003
 _LOOK_AT_HOSTS_EVERY_S = LOOK_EVERY.total_seconds()
@@ -49,14 +61,40 @@ class StepTotals:
 class OneHost(StepPart):
     """All replicas are on this host: nothing has to go anywhere."""
 
-    number = 0
-    count = 1
+    number = 0  # of this host
+    several = False
+    most = 1  # hosts that the run may have
+    count = 1  # hosts that take part in the try
+    total = 1  # of their members; only with several hosts
+    before = 0  # members of the hosts before this one
     sums_gradients = False  # over hosts, in every step
     bucket_bytes: int | None = None
     landed: Callable[[int], None] | None = None  # to be told of every gradient that is complete
 
-    def open(self, arena: ModelArena, owner: Owner, buffers: Sequence[torch.Tensor]) -> None:
+    whole_tensors = False  # no tensor may be cut
+
+    def keeps(self, layout: FlatLayout) -> ForHosts:
+        """Returns what hosts keep beside a model that lies so."""
+        return ForHosts()
+
+    def open(self, arena: ModelArena, owner: Owner, sums: SharedSums, buffers: Sequence[torch.Tensor]) -> None:
         """The gradients lie there, and are this owner's to sum; `buffers` are this process's own."""
+
+    def enter(self, members: Members) -> None:
+        """A try of an op begins in which hosts exchange something."""
+
+    def decide(self, members: Members) -> None:
+        """Returns when all hosts have all that they need to complete this try."""
+
+    def arrived(self, chunk: int) -> None:
+        """Returns when a chunk of this owner's is summed over all hosts."""
+
+    def collect(self, *, first: bool) -> dict[str, torch.Tensor]:
+        """Returns what hosts keep for a checkpoint; all processes call this, and the `first` of host 0 gets it."""
+        return {}
+
+    def take(self, saved: dict[str, torch.Tensor]) -> None:
+        """Goes on from what a checkpoint has; one process of each host calls this."""
 
     def here(self, among: Sequence[int], count: int) -> tuple[Sequence[int], int]:
         """Returns which of `among`, of `count` members, share batch statistics with this host, and of how many."""
@@ -75,8 +113,8 @@ class OneHost(StepPart):
     def settle(self) -> None:
         """Returns when all hosts have the same parameters, as they do after every step."""
 
-    def share(self, index: int, count: int) -> BatchShare:
-        """Returns the share of this host's `index`-th of `count` members."""
+    def share(self, members: Members, index: int, count: int) -> BatchShare:
+        """Returns the share of this host's `index`-th of `count` replicas, in a try of these members."""
         return BatchShare(index, count)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -105,28 +143,133 @@ class BetweenHosts(OneHost):
     """Sends this owner's shard to the owners of the same shard elsewhere, bucket by bucket."""
 
     sums_gradients = True
+    several = True
 
-    def __init__(self, together: Together, links: Links, devices: int = 1) -> None:
-        """`devices`: that a replica is cut over."""
+    def __init__(
+        self, together: Together, links: LinkMaker, wire_name: str, devices: int = 1, of: str = "gradient"
+    ) -> None:
+        """`links` makes those of each view. `devices`: that a replica is cut over. `of`: what is sent."""
         self._devices = devices
-        self.number, self.count = links.host, links.hosts
+        self._memory = WireMemory(wire_name, of)
+        self.whole_tensors = self._memory.whole_tensors
+        self.number, self.most = links.host, links.hosts
         self.bucket_bytes = BUCKET_BYTES * together.board.replicas
         self.landed = self._landed_slot
         self._together = together
-        self._links, self._others = links, OtherHosts(together, links)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="paceline-hosts")
-        self._sending: Future[None] | None = None
-        self._op = 0
+        self._make_links = links
+        self._links: Links | None = None  # None: no other host has its like
+        self._view = -1  # that they are of
+        self._members = Members(0, 0, (), together.replica)
+        self._threads = ThreadPoolExecutor(1 + _AT_ONCE, thread_name_prefix="paceline-hosts")
+        self._sending: Future[None] | None = None  # buckets, as they are complete
+        self._sent: list[Future[None]] = []  # by bucket: done when it is back
+        self._bucket_of: dict[int, int] = {}  # by chunk of this owner
+        self._tag = 0
         self._waiting_for: list[set[int]] = []  # by bucket: slots whose gradients have not landed yet
         self._landed = 0
         self._counts = True  # whether the loss may be (sum, count): nobody knows before the first step
 
-    def open(self, arena: ModelArena, owner: Owner, buffers: Sequence[torch.Tensor]) -> None:
+    def keeps(self, layout: FlatLayout) -> ForHosts:
+        owed, bases = self._memory.floats(layout)
+        return ForHosts(sums=True, owed_floats=owed, bases_floats=bases)
+
+    def open(self, arena: ModelArena, owner: Owner, sums: SharedSums, buffers: Sequence[torch.Tensor]) -> None:
         self._arena = arena
         self._owner = owner
+        self._sums = sums
+        self._memory.open(arena)
 
-    def share(self, index: int, count: int) -> BatchShare:
-        return BatchShare(self.number * count + index, self.count * count)
+    def collect(self, *, first: bool) -> dict[str, torch.Tensor]:
+        with self._crossing():
+            return self._memory.collect() if first else {}
+
+    def take(self, saved: dict[str, torch.Tensor]) -> None:
+        self._memory.take(saved, self.number, self.most)
+
+    def share(self, members: Members, index: int, count: int) -> BatchShare:
+        view = members.view
+        if view is None:
+            hosts = self._make_links.hosts
+            return BatchShare(self.number * count + index, hosts * count)
+        return BatchShare(view.before(self.number) // self._devices + index, view.total // self._devices)
+
+    # ── from view to view ────────────────────────────────────────────────────────────────────────────────
+
+    def enter(self, members: Members) -> None:
+        self._members = members
+        view = members.view
+        if members.epoch == self._view or (view is None and self._links is not None):
+            return
+        self._give_up()
+        self._links = self._make_links.open(members)
+        self._view = members.epoch
+        if view is None:
+            hosts, own = self._make_links.hosts, len(members.ranks)
+            self.count, self.total, self.before = hosts, hosts * own, self.number * own
+        else:
+            self.count, self.total, self.before = len(view.hosts), view.total, view.before(self.number)
+        self._memory.connect(self._links)
+        if self._links is not None:
+            self._others = OtherHosts(self._together, self._links)
+            self._links.look = self._look
+
+    def _look(self) -> None:
+        """While this host waits for others."""
+        self._together.board.check_view(self._members)
+        if self._links is not None:
+            self._others.look()
+
+    def _give_up(self) -> None:
+        """Ends whatever is under way in an earlier view."""
+        if self._links is not None:
+            self._links.abort()
+        self._let_end()
+        self._links = None
+
+    def _let_end(self) -> None:
+        """Returns when nothing of an earlier try is under way."""
+        if self._sending is not None:
+            wait([self._sending])
+        wait(self._sent)
+        self._sending, self._sent = None, []
+
+    @contextmanager
+    def _crossing(self) -> Iterator[None]:
+        """Around whatever waits for other hosts: where their deaths are survived, a broken link means to try again."""
+        try:
+            yield
+        except LinkLost:
+            if self._members.view is None:
+                raise
+            raise MemberLost from None
+
+    def decide(self, members: Members) -> None:
+        if members.view is not None:
+            self._together.decide(members, self._ask_hosts)
+
+    def _ask_hosts(self) -> None:
+        if self._links is not None:
+            with self._crossing():
+                self._links.sum(torch.zeros(1))
+
+    def _over_hosts(self, values: torch.Tensor, add_up: Callable[[Links], torch.Tensor]) -> torch.Tensor:
+        """Returns what `add_up` does of the links; members that have no like on other hosts are told by the first."""
+        if self.count == 1:
+            return values
+        total = torch.zeros_like(values)
+        if self._links is not None:
+            with self._crossing():
+                total = add_up(self._links)
+        members = self._members
+        return total if len(members.ranks) == members.lanes else self._as_the_first_has_it(total, members)
+
+    def _as_the_first_has_it(self, total: torch.Tensor, members: Members) -> torch.Tensor:
+        """Returns what the first member of this host gives as `total`, through its shared memory; all call it."""
+        if members.first != members.replica:
+            total = torch.zeros_like(total)
+        flat, most = total.reshape(-1), max(1, self._arena.scratch_bytes // total.element_size())
+        parts = [self._sums.sum(flat[at : at + most], members.ranks) for at in range(0, flat.numel(), most)]
+        return torch.cat(parts).view(total.shape) if parts else total
 
     def weights(
         self, board: Board, ranks: Sequence[int], devices: int, here: StepTotals, everywhere: StepTotals
@@ -134,32 +277,42 @@ class BetweenHosts(OneHost):
         return None  # they were weighed before they were sent
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        return self._links.sum(values)
+        return self._over_hosts(values, lambda links: links.sum(values))
 
     def sum_in_call(self, values: torch.Tensor) -> torch.Tensor:
-        return self._links.sum_in_call(values)
+        return self._over_hosts(values, lambda links: links.sum_in_call(values))
 
     def begin_call(self, kind: Kind) -> None:
-        self._others.begin(kind)
+        if self._links is not None:
+            with self._crossing():
+                self._others.begin(kind)
 
     def meet(self) -> None:
+        self._await(*self._sent)
         self._together.meet(Kind.UPDATE, Phase.AWAITING_HOSTS)
 
     def gradient(self, step: DecidedStep, arena: ModelArena, slot: Slot) -> torch.Tensor:
         return arena.summed(slot).clone()
 
     def begin(self, members: Members, number: int) -> None:
-        self._op = members.op
+        self.enter(members)
+        self._let_end()
+        self._tag = members.tag
         self._landed = 0
         slots_of = [[piece.slot for piece in chunk.pieces] for chunk in self._arena.layout.chunks]
         buckets = len(self._owner.buckets(members.first))
         self._waiting_for = [set() for _ in range(buckets)]
-        for rank in members.ranks:
+        owners = members.ranks[: members.lanes]
+        for rank in owners:
             for index, bucket in enumerate(self._owner.buckets(rank)):
                 for chunk in bucket:
                     self._waiting_for[index].update(slots_of[chunk])
         self._report()
-        self._sending = self._thread.submit(self._send, members)
+        self._bucket_of = {}
+        if members.replica in owners:
+            own = self._owner.buckets(members.replica)
+            self._bucket_of = {chunk: index for index, bucket in enumerate(own) for chunk in bucket}
+            self._sending = self._threads.submit(self._send, members, own)
 
     def _landed_slot(self, slot: int) -> None:
         """The gradient of `slot` is complete in this replica's buffer."""
@@ -174,29 +327,48 @@ class BetweenHosts(OneHost):
         self._landed = len(self._waiting_for)
         self._report()
 
-    def decided(self, step: DecidedStep) -> None:
-        assert self._sending is not None
+    def agree(self, step: DecidedStep) -> None:
+        if self._sending is not None:
+            self._await(self._sending)  # all have landed
+        if step.members.view is not None:  # what was applied cannot be taken back
+            self._await(*self._sent)
+
+    def arrived(self, chunk: int) -> None:
+        if (bucket := self._bucket_of.get(chunk)) is not None:  # else it was a dead owner's, and is all there
+            self._await(self._sent[bucket])
+
+    def _await(self, *futures: Future[None]) -> None:
         board, row = self._together.board, self._together.replica
-        board.enter(row, Phase.AWAITING_HOSTS)
-        while not wait([self._sending], _LOOK_AT_HOSTS_EVERY_S).done:
-            self._others.look()
-        self._sending.result()
-        board.enter(row, Phase.UPDATING)
+        for future in futures:
+            if not future.done():
+                board.enter(row, Phase.AWAITING_HOSTS)
+                while not wait([future], _LOOK_AT_HOSTS_EVERY_S).done:
+                    self._look()
+                board.enter(row, Phase.UPDATING)
+            with self._crossing():
+                future.result()
 
     def closed(self) -> None:
-        self._links.commit()
+        self._await(*self._sent)
+        self._memory.commit()
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False)
 
     def _report(self) -> None:
-        self._together.board.set(self._together.replica, Word.LANDED, self._op << _BUCKET_BITS | self._landed)
+        self._together.board.set(self._together.replica, Word.LANDED, self._tag << _BUCKET_BITS | self._landed)
 
-    def _send(self, members: Members) -> None:
+    def _send(self, members: Members, buckets: Sequence[Sequence[int]]) -> None:
         weights: dict[int, float] | None = None
-        for index, bucket in enumerate(self._owner.buckets(self._together.replica)):
+        for index, bucket in enumerate(buckets):
             self._await_bucket(members, index)
             if index == 0 and self._counts:
                 weights = self._weights(members)
-            for first, last in self._runs(bucket):
-                self._send_run(members, first, last, weights)
+            self._sent.append(self._threads.submit(self._send_bucket, members, bucket, weights))
+
+    def _send_bucket(self, members: Members, bucket: Sequence[int], weights: Mapping[int, float] | None) -> None:
+        for first, last in self._runs(bucket):
+            self._send_run(members, first, last, weights)
 
     def _weights(self, members: Members) -> dict[int, float] | None:
         """Returns by rank what its gradient counts in the mean over all hosts; None: what they are."""
@@ -204,7 +376,9 @@ class BetweenHosts(OneHost):
         counts = [board.get_float(rank, Word.COUNT) for rank in members.ranks]
         counted = [count for count in counts if count >= 0]
         here = torch.tensor([sum(counted), len(counted), counts.count(OVER_SAMPLES)], dtype=torch.float64)
-        total, sums, means = self._links.sum_in_turn(here).tolist()
+        if self._links is not None:
+            here = self._links.sum_in_turn(here)
+        total, sums, means = here.tolist()
         self._counts = sums > 0 or not means
         if not sums or not total:  # of nothing there is no mean, which is said when all have arrived
             return None
@@ -212,15 +386,16 @@ class BetweenHosts(OneHost):
 
     def _await_bucket(self, members: Members, index: int) -> None:
         """Sleeps between looks: this thread shares its interpreter with backward."""
-        wanted = members.op << _BUCKET_BITS | index + 1
+        wanted = members.tag << _BUCKET_BITS | index + 1
         give_up = time.monotonic() + self._together.timeout_s
         board = self._together.board
         while any(board.get(rank, Word.LANDED) < wanted for rank in members.ranks):
+            board.check_view(members)
             if time.monotonic() > give_up:
                 raise Stalled(f"gradients did not land in {self._together.timeout_s:g} s: {board.who_waits()}")
             time.sleep(_LOOK_EVERY_S)
 
-    def _runs(self, bucket: list[int]) -> list[tuple[int, int]]:
+    def _runs(self, bucket: Sequence[int]) -> list[tuple[int, int]]:
         """Neighbouring chunks of one type, as first and last chunk number: each run is sent as a whole."""
         chunks = self._arena.layout.chunks
         runs: list[tuple[int, int]] = []
@@ -231,7 +406,7 @@ class BetweenHosts(OneHost):
                 runs.append((number, number))
         return runs
 
-    def _send_run(self, members: Members, first: int, last: int, weights: dict[int, float] | None) -> None:
+    def _send_run(self, members: Members, first: int, last: int, weights: Mapping[int, float] | None) -> None:
         chunks = self._arena.layout.chunks
         dtype = chunks[first].dtype
         for number in range(first, last + 1):  # by chunk: each is still in the cache when it is added to
@@ -241,7 +416,8 @@ class BetweenHosts(OneHost):
             counts = [weights[rank] for rank in ranks] if weights is not None else None
             sum_into(self._arena.chunk_of(self._arena.sums, chunk), parts, counts)
         run = self._arena.sums[chunks[first].start : chunks[last].stop].view(dtype)
-        self._links.sum_values(first, run)
+        if self._links is not None:
+            self._memory.sums.sum(first, run)
 
     def _with_gradients(self, members: Members, chunk: Chunk) -> Sequence[int]:
         """Returns whose buffers have something of a chunk."""

@@ -9,7 +9,8 @@ samples divided among them. After that every gradient is in the arena, and the s
 is left.
 
 With several hosts each host holds all of this, and its owners add up with those of the same shard elsewhere
-(`BetweenHosts`) before they update. Between hosts a death is not survived: the hosts that are left say so and end.
+(`BetweenHosts`) before they update. Then all have arrived when they have on every host, which each has to hear from the
+others; how deaths are survived there is in `exchange/host_views.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch.optim import Optimizer
 
 from paceline.data.agreement import agree
 from paceline.data.script_call import ScriptCall
-from paceline.errors import ModelError
+from paceline.errors import DeadlineExceeded, ModelError
 from paceline.exchange.board import Members
 from paceline.exchange.sums import SharedSums
 from paceline.exchange.together import Together
@@ -37,6 +38,7 @@ from paceline.loop.lockstep import BatchShare, LedgerSamples, LockstepEngine
 from paceline.loop.run_state import RunState, StateByName
 from paceline.loss_value import NOTHING, FoundLoss, LossPart, Weight, differing_kinds, nothing_counted
 from paceline.mirrored.between_hosts import OneHost, StepTotals
+from paceline.mirrored.device_model import DeviceModel
 from paceline.mirrored.joining import Joining
 from paceline.mirrored.logged_numbers import LoggedNumbers
 from paceline.mirrored.model_part import CutModel, WholeModel
@@ -44,8 +46,10 @@ from paceline.mirrored.owner import Owner
 from paceline.mirrored.shared_model import SharedModel
 from paceline.mirrored.statistics import BatchStatistics
 from paceline.mirrored.step_parts import DecidedStep, OwnShard, StepPart
+from paceline.optim.host_copy import HostCopy
 from paceline.optim.shard_optimizer import ShardOptimizer
 from paceline.split.cut import Check, Cut, Function, Loss
+from paceline.stoppable_calls import check_in_time, in_time
 
 
 class MirroredEngine(LockstepEngine):
@@ -62,25 +66,37 @@ class MirroredEngine(LockstepEngine):
         clip_norm: float | None,
         batchnorm: str,
         cut: Cut | None = None,
+        copy: HostCopy | None = None,
         elsewhere: StepPart | None = None,
         joining: bool = False,
     ) -> None:
-        """`cut`: what this process does of a replica that several devices are. `elsewhere`: parameters that lie with
+        """`cut`: what this process does of a replica that several devices are. `copy`: of a model that is on an
+        accelerator, which owners are to know in its place. `elsewhere`: parameters that lie with
         nobody here, and their part in a step. `joining`: this process was started again in a run in progress."""
         self.model, self.replica, self.joining = model, replica, joining
         self._together, self._hosts, self._clip_norm = together, hosts, clip_norm
         self._board, self._row = together.board, together.replica
-        sums = hosts.sums_gradients
-        shared = self._shared = SharedModel(model, optimizer, together, several_hosts=sums, sparse=cut is not None)
+        known, optimizer = (model, optimizer) if copy is None else (copy.model, copy.optimizer)
+        shared = self._shared = SharedModel(
+            known,
+            optimizer,
+            together,
+            for_hosts=hosts.keeps,
+            whole_tensors=hosts.whole_tensors,
+            sparse=cut is not None,
+        )
         shared.join() if joining else shared.share()
         self._optimizer = ShardOptimizer(optimizer, shared.arena, shared.states)
-        owner = Owner(together, shared.arena, self._optimizer, hosts.bucket_bytes)
-        hosts.open(shared.arena, owner, shared.buffers)
+        owner = Owner(together, shared.arena, self._optimizer, hosts.bucket_bytes, hosts.arrived)
         self._sums = SharedSums(together, shared.arena)
+        hosts.open(shared.arena, owner, self._sums, shared.buffers)
         self._logged = LoggedNumbers(together, shared.arena, hosts)
-        self._part = (
-            CutModel(cut, model, shared, together, hosts) if cut else WholeModel(model, shared, together, hosts)
-        )
+        if cut is not None:
+            self._part: WholeModel = CutModel(cut, model, shared, together, hosts)
+        elif copy is not None:
+            self._part = DeviceModel(copy, shared, together, hosts)
+        else:
+            self._part = WholeModel(model, shared, together, hosts)
         devices = self._part.devices
         self._statistics = BatchStatistics(model, self._sums, hosts, self._row, devices, exact=batchnorm == "exact")
         self._joining = Joining(together, shared.arena, self._part.publish_buffers, lambda: self.state_for_joining())
@@ -89,8 +105,9 @@ class MirroredEngine(LockstepEngine):
         self._parts = [self._statistics, self._part, hosts, self._joining, self._elsewhere, shard]
         self._count = 0  # members of the step, on all hosts
         self._step: DecidedStep | None = None  # the last
-        if hosts.count > 1:
-            shared.compare_hosts(hosts.sum, hosts.count)
+        self._kept: dict[str, torch.Tensor] = {}  # for the checkpoint that is being written
+        if hosts.several and not joining:
+            together.attempt(self._compare_hosts)
         if shared.users_state and not joining:
             together.once(lambda: self._optimizer.take_state(shared.users_state))
 
@@ -115,8 +132,29 @@ class MirroredEngine(LockstepEngine):
 
     def once(self, number: int, act: Callable[[], None]) -> None:
         self._hosts.settle()
-        self._together.once(act if self._hosts.number == 0 else lambda: None)
-        self._hosts.begin_call(Kind.SAVE)  # nobody goes on before the first host is done
+
+        def one_try(members: Members) -> None:
+            self._board.work_on(members, Kind.SAVE, Phase.SAVING)
+            self._sums.begin(members, Phase.AWAITING_SAVE)
+            self._hosts.enter(members)
+            self._hosts.begin_call(Kind.SAVE)
+            first = members.first == self._row
+            self._kept = self._hosts.collect(first=first)
+            if first and self._hosts.number == 0:
+                act()
+            self._together.arrive(members, Phase.AWAITING_SAVE)
+            self._hosts.begin_call(Kind.SAVE)  # nobody goes on before the first host is done
+            self._hosts.decide(members)
+
+        self._together.attempt(one_try)
+        self._board.enter(self._row, Phase.BETWEEN)
+
+    def _compare_hosts(self, members: Members) -> None:
+        self._board.work_on(members, Kind.BUILD, Phase.STARTING)
+        self._sums.begin(members)
+        self._hosts.enter(members)
+        self._shared.compare_hosts(self._hosts.sum, self._hosts.count)
+        self._hosts.decide(members)
 
     def join(self) -> RunState:
         state = self._joining.join()
@@ -158,12 +196,15 @@ class MirroredEngine(LockstepEngine):
         board, me, number = self._board, self._row, batch.work.step
         board.begin_step(me, number)
         began = time.monotonic_ns()
-        members, computed_at = self._together.attempt(partial(self._try, batch, number))
+        try:
+            closed, step, computed_at, arrived_at = self._together.attempt(
+                partial(self._try, batch, number), limited=True
+            )
+        except DeadlineExceeded:
+            self._part.put_buffers_back()
+            board.enter(me, Phase.BETWEEN)
+            raise
         # From here on the step is decided: it will be completed by whoever is left.
-        arrived_at = time.monotonic_ns()
-        board.enter(me, Phase.UPDATING)
-        self._check_options(members)
-        closed, step = self._add_up(members, number)
         self._step = step
         for part in self._parts:
             part.decided(step)
@@ -175,20 +216,21 @@ class MirroredEngine(LockstepEngine):
             part.update(step, scale)
         for part in self._parts:
             part.closed()
-        board.host_set(HostWord.CLOSED, members.op)
+        board.host_set(HostWord.CLOSED, step.members.op)
         times_ns = (computed_at - began, arrived_at - computed_at, time.monotonic_ns() - arrived_at)
         board.end_step(me, times_ns, closed.loss, board.get(me, Word.SAMPLES_SEEN) + closed.samples, number + 1)
         return closed
 
-    def _try(self, batch: Batch, number: int, members: Members) -> tuple[Members, int]:
-        """Computes this replica's part, and waits for the others'. Returns when it was computed."""
+    def _try(self, batch: Batch, number: int, members: Members) -> tuple[Closed, DecidedStep, int, int]:
+        """Computes this replica's part, and waits for the others'. Returns what all have come to, when this one had
+        computed, and when all of this host had."""
         self._board.work_on(members, Kind.STEP, Phase.COMPUTING)
         self._say_count(NOTHING)
         for part in reversed(self._parts):  # shards are divided before anything is sent
             part.begin(members, number)
         share = self._part.share(members)
         self._count = share.count
-        with self._part.collector.step():
+        with self._part.collector.step(), in_time(self.model, self._together.limit):
             computed = batch.compute(self, share)
         self._part.mark(self._part.collector.finish())
         self._report(computed)
@@ -198,7 +240,14 @@ class MirroredEngine(LockstepEngine):
             part.computed(members, number)
         computed_at = time.monotonic_ns()
         self._together.arrive(members, Phase.AWAITING_GRADIENTS)
-        return members, computed_at
+        arrived_at = time.monotonic_ns()
+        self._board.enter(self._row, Phase.UPDATING)
+        self._check_options(members)
+        closed, step = self._add_up(members, number)
+        for part in self._parts:
+            part.agree(step)
+        self._hosts.decide(members)
+        return closed, step, computed_at, arrived_at
 
     def _show_gradients(self, members: Members) -> None:
         """They are complete, and nobody has used them yet."""
@@ -220,7 +269,8 @@ class MirroredEngine(LockstepEngine):
     def _decide(self, members: Members) -> None:
         """The first member writes down what holds from this step on, before it arrives; all read it after they have."""
         board = self._board
-        if board.host_get(HostWord.STOP_REQUESTED) and not board.host_get(HostWord.STOP_AFTER):
+        # One that was decided before, and is behind, is of a step that was given up.
+        if board.host_get(HostWord.STOP_REQUESTED) and board.host_get(HostWord.STOP_AFTER) < members.op:
             board.host_set(HostWord.STOP_AFTER, members.op)
         # Local statistics are the first member's. So are exact ones when a member had no samples in some pass and has
         # missed its statistics; the first has samples in every pass.
@@ -252,7 +302,7 @@ class MirroredEngine(LockstepEngine):
         ]
         here = StepTotals(numbers[1], numbers[5])
         touched = self._shared.arena.touched[list(ranks)].amax(0)
-        if self._hosts.count > 1:
+        if self._hosts.several:
             totals = self._hosts.sum(torch.cat([torch.tensor(numbers, dtype=torch.float64), touched.double()]))
             numbers = totals[: len(numbers)].tolist()
             touched = self._hosts.touched(touched, totals[len(numbers) :] > 0)
@@ -280,14 +330,16 @@ class MirroredEngine(LockstepEngine):
         def one_try(members: Members) -> None:
             self._board.work_on(members, Kind.BATCHES, Phase.BETWEEN)
             self._sums.begin(members, Phase.AWAITING_OTHERS)
+            self._hosts.enter(members)
             self._hosts.begin_call(Kind.BATCHES)
             self._compare(call, members)
+            self._hosts.decide(members)
 
         self._together.attempt(one_try)
 
     def _compare(self, call: ScriptCall, members: Members) -> None:
         rows = self._board.replicas
-        number, count = self._hosts.number * rows + self._row, self._hosts.count * rows
+        number, count = self._hosts.number * rows + self._row, self._hosts.most * rows
         agree(call, lambda values: self._hosts.sum_in_call(self._sums.sum(values, members.ranks)), number, count)
 
     def sum(self, call: ScriptCall, compute: Callable[[BatchShare], torch.Tensor]) -> torch.Tensor:
@@ -296,14 +348,19 @@ class MirroredEngine(LockstepEngine):
         def one_try(members: Members) -> torch.Tensor:
             self._board.work_on(members, Kind.EVALUATE, Phase.EVALUATING)
             self._sums.begin(members, Phase.AWAITING_EVALUATION)
+            self._hosts.enter(members)
             self._hosts.begin_call(Kind.EVALUATE)
             self._compare(call, members)
-            found = compute(self._part.share(members))
+            with in_time(self.model, self._together.limit):
+                found = compute(self._part.share(members))
             if not self._part.speaks:
                 found.zero_()
-            return self._hosts.sum_in_call(self._sums.sum(found, members.ranks))
+            check_in_time(self._together.limit)  # before the others have what they wait for
+            total = self._hosts.sum_in_call(self._sums.sum(found, members.ranks))
+            self._hosts.decide(members)
+            return total
 
-        total = self._together.attempt(one_try)
+        total = self._together.attempt(one_try, limited=True)
         self._board.enter(self._row, Phase.BETWEEN)
         return total
 
@@ -338,6 +395,12 @@ class MirroredEngine(LockstepEngine):
 
         self._part.take_state({key: value for key, value in model.items() if key not in elsewhere}, fill, elsewhere)
         self._optimizer.forget()
+
+    def kept_by_hosts(self) -> dict[str, torch.Tensor]:
+        return self._kept
+
+    def take_kept_by_hosts(self, saved: dict[str, torch.Tensor]) -> None:
+        self._together.once(lambda: self._hosts.take(saved))
 
     def close(self) -> None:
         for part in self._parts:

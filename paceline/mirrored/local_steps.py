@@ -8,6 +8,9 @@ an eighth of the bytes, and one wait instead of eight.
     host 0   ●──●──●──● … ●─┐      ┌─▶ ●──●──●──● …
     host 1   ●──●──●──● … ●─┴ mean ┴─▶ ●──●──●──● …
 
+With `--outer-momentum` and `--outer-lr` the mean change is not where hosts go on from, but the gradient of an outer
+step with momentum (Nesterov's, as in DiLoCo), which all make alike.
+
 Samples are dealt as ever: `batch_size` is divided among the replicas of all hosts, and each step of a host uses its
 part of the batch. After every call that is no step (an evaluation, a save, the end of `batches`) all hosts have the
 same.
@@ -15,17 +18,18 @@ same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from paceline.exchange.board import Board
-from paceline.exchange.links import Links
+from paceline.exchange.board import Board, Members
+from paceline.exchange.sums import SharedSums
 from paceline.exchange.together import Together
 from paceline.exchange.words import Kind, Phase
-from paceline.memory.layout import Slot
-from paceline.memory.model_arena import ModelArena
+from paceline.memory.layout import FlatLayout, Slot
+from paceline.memory.model_arena import ForHosts, ModelArena
 from paceline.mirrored.between_hosts import BetweenHosts, OneHost, StepTotals, weights_by_rank
+from paceline.mirrored.link_maker import LinkMaker
 from paceline.mirrored.owner import Owner
 from paceline.mirrored.step_parts import DecidedStep
 
@@ -35,15 +39,27 @@ class LocalSteps(BetweenHosts):
 
     sums_gradients = False
 
-    def __init__(self, together: Together, links: Links, every: int) -> None:
-        super().__init__(together, links)
+    def __init__(
+        self,
+        together: Together,
+        links: LinkMaker,
+        wire_name: str,
+        every: int,
+        outer: tuple[float, float] | None = None,
+    ) -> None:
+        """`outer`: learning rate and momentum of the step whose gradient is the mean change; None: that is taken."""
+        super().__init__(together, links, wire_name, of="change")
         self.landed = None  # nothing is sent while backward runs
-        self._every = every
+        self._every, self._outer = every, outer
         self._made = 0  # steps since the last exchange
-        self._common: dict[int, torch.Tensor] = {}  # by chunk of this shard: what all hosts had then
+        self._begun = False
 
-    def open(self, arena: ModelArena, owner: Owner, buffers: Sequence[torch.Tensor]) -> None:
-        super().open(arena, owner, buffers)
+    def keeps(self, layout: FlatLayout) -> ForHosts:
+        owed, _ = self._memory.floats(layout)
+        return ForHosts(owed_floats=owed, common=True, outer=self._outer is not None)
+
+    def open(self, arena: ModelArena, owner: Owner, sums: SharedSums, buffers: Sequence[torch.Tensor]) -> None:
+        super().open(arena, owner, sums, buffers)
         self._averaged = [buffer for buffer in buffers if buffer.is_floating_point()]
 
     def here(self, among: Sequence[int], count: int) -> tuple[list[int], int]:
@@ -67,16 +83,21 @@ class LocalSteps(BetweenHosts):
 
     # ── a step ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def begin(self, members: object, number: int) -> None:
-        if not self._common:
-            for chunk in self._owner.chunks(self._together.replica):
-                self._common[chunk] = self._values(chunk).clone()
+    def begin(self, members: Members, number: int) -> None:
+        self.enter(members)
+        if not self._begun:  # all hosts have the same parameters
+            for chunk in self._own_chunks():
+                self._part(self._arena.common, chunk).copy_(self._values(chunk))
+            self._begun = True
 
     def computed(self, members: object, number: int) -> None:
         """It stays here."""
 
-    def decided(self, step: DecidedStep) -> None:
+    def agree(self, step: DecidedStep) -> None:
         """Nobody else is asked."""
+
+    def decide(self, members: Members) -> None:
+        """Nor whether the step is made: between hosts that step by themselves no death is survived."""
 
     def closed(self) -> None:
         self._made += 1
@@ -84,22 +105,60 @@ class LocalSteps(BetweenHosts):
             self.settle()
 
     def settle(self) -> None:
-        """All hosts take the mean of what they have come to since they last did."""
-        if not self._made:
-            return
-        self._made = 0
-        board, row = self._together.board, self._together.replica
-        board.enter(row, Phase.AWAITING_HOSTS)
-        for number, common in self._common.items():
-            values = self._values(number)
-            change = values - common
-            self._links.sum_values(number, change)
-            common.add_(change, alpha=1 / self.count)
-            values.copy_(common)
+        """All hosts take the mean of what they have come to since they last did, or make a step of it."""
+        if self._made:
+            self._made = 0
+            self._for_all_chunks(self._settle)
+            self._average_buffers()
+            self._memory.commit()
+            self._together.meet(Kind.UPDATE, Phase.AWAITING_HOSTS)  # nobody computes with parts of it
+
+    def _average_buffers(self) -> None:
+        assert self._links is not None
         for buffer in self._averaged:
             buffer.copy_(self._links.sum_in_turn(buffer) / self.count)
-        self._links.commit()
-        self._together.meet(Kind.UPDATE, Phase.AWAITING_HOSTS)  # nobody computes with parts of it
 
-    def _values(self, number: int) -> torch.Tensor:
-        return self._arena.chunk_of(self._arena.parameters, self._arena.layout.chunks[number])
+    def _settle(self, chunk: int) -> None:
+        values, common = self._values(chunk), self._part(self._arena.common, chunk)
+        change = values - common
+        self._memory.sums.sum(chunk, change)
+        if self._outer is None:
+            common.add_(change, alpha=1 / self.count)
+        else:
+            rate, momentum = self._outer
+            velocity = self._part(self._arena.outer, chunk)
+            velocity.mul_(momentum).add_(change, alpha=1 / self.count)
+            common.add_(change, alpha=rate / self.count).add_(velocity, alpha=rate * momentum)
+        values.copy_(common)
+
+    def _for_all_chunks(self, work: Callable[[int], None]) -> None:
+        """Several at once: one is coded while the bytes of others cross."""
+        self._await(*[self._threads.submit(work, chunk) for chunk in self._own_chunks()])
+
+    def _own_chunks(self) -> list[int]:
+        return self._owner.chunks(self._together.replica)
+
+    def _values(self, chunk: int) -> torch.Tensor:
+        return self._part(self._arena.parameters, chunk)
+
+    def _part(self, flat: torch.Tensor, chunk: int) -> torch.Tensor:
+        return self._arena.chunk_of(flat, self._arena.layout.chunks[chunk])
+
+    # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────
+
+    def collect(self, *, first: bool) -> dict[str, torch.Tensor]:
+        kept = super().collect(first=first)
+        if first and self.number == 0:
+            kept |= {f"outer/{slot.name}": self._arena.outer_step(slot) for slot in self._outer_slots()}
+        return kept
+
+    def take(self, saved: dict[str, torch.Tensor]) -> None:
+        super().take(saved)
+        for slot in self._outer_slots():
+            if (velocity := saved.get(f"outer/{slot.name}")) is not None:
+                self._arena.outer_step(slot).copy_(velocity)
+
+    def _outer_slots(self) -> list[Slot]:
+        if self._outer is None:
+            return []
+        return [slot for slot in self._arena.layout.slots if slot.group is not None]

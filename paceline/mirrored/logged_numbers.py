@@ -48,10 +48,10 @@ class LoggedNumbers:
     def _of_all_hosts(self, texts: Sequence[bytes]) -> list[bytes]:
         """Returns the texts of all hosts: each adds its own to zeros in its place."""
         size = _LENGTH_BYTES + LOGGED_BYTES
-        places = torch.zeros(self._hosts.count, len(texts), size, dtype=torch.uint8)
-        for place, text in zip(places[self._hosts.number], texts, strict=True):
+        places, first = torch.zeros(self._hosts.total, size, dtype=torch.uint8), self._hosts.before
+        for place, text in zip(places[first : first + len(texts)], texts, strict=True):
             framed = len(text).to_bytes(_LENGTH_BYTES, "little") + text
             place[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
-        rows = self._hosts.sum(places).view(-1, size)
+        rows = self._hosts.sum(places)
         lengths = [int(row[:_LENGTH_BYTES].view(torch.int64)) for row in rows]
         return [bytes(row[_LENGTH_BYTES : _LENGTH_BYTES + n].numpy()) for row, n in zip(rows, lengths, strict=True)]

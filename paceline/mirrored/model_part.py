@@ -37,9 +37,18 @@ class WholeModel(StepPart):
     def __init__(self, model: nn.Module, shared: SharedModel, together: Together, hosts: OneHost) -> None:
         self._model, self._shared, self._together, self._hosts = model, shared, together, hosts
         self._row = together.replica
-        self.collector = GradientCollector(shared.trained, self._destinations(), hosts.landed)
+        self.collector = GradientCollector(self._sources(), self._destinations(), hosts.landed)
         self._tried = 0  # the op that was tried last
         self._buffers_before: list[torch.Tensor] = []
+
+    @property
+    def computed_with(self) -> nn.Module:
+        """Returns the model that forward and backward run on."""
+        return self._model
+
+    def _sources(self) -> list[nn.Parameter]:
+        """Returns the parameters of that which are trained."""
+        return self._shared.trained
 
     def _destinations(self) -> list[Destination]:
         arena, slots = self._shared.arena, self._shared.layout.slots
@@ -47,31 +56,35 @@ class WholeModel(StepPart):
 
     def share(self, members: Members) -> BatchShare:
         """Returns this process's share of a step of these members."""
-        return self._hosts.share(members.ranks.index(self._row), len(members.ranks))
+        return self._hosts.share(members, members.ranks.index(self._row), len(members.ranks))
 
     def prepare(self, function: Function, given: Any, statistics: BatchStatistics) -> None:
         """There is nothing to cut."""
 
     def compute(self, function: Function, given: Any) -> Any:
         """Returns `function(model, given)`."""
-        return function(self._model, given)
+        return function(self.computed_with, given)
 
     def meet_devices(self) -> None:
         """Returns when all devices of this replica are about to compute together what is no step and no evaluation."""
 
     def train(self, loss: Loss, batch: Any, weight: Weight, check: Check) -> LossPart:
         """Runs forward and backward of one pass."""
-        return train(loss, self._model, batch, weight, check)
+        return train(loss, self.computed_with, batch, weight, check)
 
     # ── a step ───────────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, members: Members, number: int) -> None:
-        if members.op == self._tried:  # a try that was given up may have changed running statistics
-            for buffer, before in zip(self._shared.buffers, self._buffers_before, strict=True):
-                buffer.copy_(before)
+        if members.op == self._tried:
+            self.put_buffers_back()
         else:
             self._tried = members.op
             self._buffers_before = [buffer.clone() for buffer in self._shared.buffers]
+
+    def put_buffers_back(self) -> None:
+        """A try that was given up may have changed running statistics."""
+        for buffer, before in zip(self._shared.buffers, self._buffers_before, strict=True):
+            buffer.copy_(before)
 
     def mark(self, used: list[bool]) -> None:
         """Notes which parameters this process has a gradient for."""
@@ -85,7 +98,7 @@ class WholeModel(StepPart):
         """The first member leaves its own for the others, who are at it or about to join."""
         self._shared.publish_buffers()
 
-    def decided(self, step: DecidedStep) -> None:
+    def agree(self, step: DecidedStep) -> None:
         if self._together.board.host_get(HostWord.BUFFERS_OF) == step.members.op:
             self.take_buffers()
 
@@ -130,7 +143,7 @@ class CutModel(WholeModel):
         super().__init__(model, shared, together, hosts)
 
     def share(self, members: Members) -> BatchShare:
-        return self._hosts.share(self._row // self.devices, len(members.ranks) // self.devices)
+        return self._hosts.share(members, self._row // self.devices, len(members.ranks) // self.devices)
 
     def prepare(self, function: Function, given: Any, statistics: BatchStatistics) -> None:
         if self._prepared:
@@ -164,7 +177,7 @@ class CutModel(WholeModel):
     def computed(self, members: Members, number: int) -> None:
         self._parts.publish_buffers()  # each device those that are its to tell
 
-    def decided(self, step: DecidedStep) -> None:
+    def agree(self, step: DecidedStep) -> None:
         self.take_buffers()  # the model of every device is whole
         if self._hosts.count > 1 and self._together.board.host_get(HostWord.BUFFERS_OF) == step.members.op:
             self._parts.take_buffers(self._hosts.sum, first=self._hosts.number == 0)

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.errors import LaunchError, StrategyError
+from paceline.errors import LaunchError, ReplicaDied, StrategyError
 from paceline.exchange.board import Board
-from paceline.exchange.links import Links, Store, open_store
+from paceline.exchange.host_views import HostViews
+from paceline.exchange.links import Links, Store, open_store, serve_store
 from paceline.exchange.mailboxes import Peers
 from paceline.exchange.together import Together
-from paceline.exchange.wire import wire
 from paceline.exchange.words import HostWord, Word
 from paceline.loop.training_loop import Training
 from paceline.machine import shared_words_work
@@ -30,8 +30,11 @@ from paceline.memory import segment
 from paceline.memory.heap import keep_memory
 from paceline.mirrored.between_hosts import BetweenHosts, OneHost
 from paceline.mirrored.engine import MirroredEngine
+from paceline.mirrored.gossip import Gossip
+from paceline.mirrored.link_maker import GivenLinks, LinkMaker
 from paceline.mirrored.local_steps import LocalSteps
 from paceline.mirrored.step_parts import StepPart
+from paceline.optim.host_copy import HOST, HostCopy, device_of
 from paceline.run_place import PLACE_VARIABLE, Place
 from paceline.split.cut import open_cut
 from paceline.strategy import Strategy
@@ -42,9 +45,9 @@ OpenTables = Callable[[nn.Module, Optimizer, Place, int, int], StepPart]  # numb
 def open_mirrored(training: Training, tables: OpenTables) -> MirroredEngine:
     """Returns the engine of this process. `tables` opens those that are on servers, if any are."""
     model, optimizer = training.model, training.optimizer
-    place, board, links = meet(model, training.place)
-    strategy, row = place.strategy, place.row
-    together = Together(board, row, strategy.timeout_s)
+    copy = _copy_of(model, optimizer, training.place.strategy)
+    place, together, links = find_others(model if copy is None else copy.model, training.place)
+    strategy, row, board = place.strategy, place.row, together.board
     joining = place.restarted and not board.alive(row)  # an earlier trainer of this process may have joined
     board.announce(row)
     board.host_set(HostWord.FIRST_REPLICA, place.host * place.rows)
@@ -64,56 +67,122 @@ def open_mirrored(training: Training, tables: OpenTables) -> MirroredEngine:
         clip_norm=training.clip_norm,
         batchnorm=strategy.batchnorm,
         cut=cut,
+        copy=copy,
         elsewhere=elsewhere,
         joining=joining,
     )
 
 
-def _hosts(together: Together, links: Links | None, strategy: Strategy) -> OneHost:
+def _copy_of(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> HostCopy | None:
+    """Returns the copy that owners know of a model that is on an accelerator; None: they know the model itself."""
+    device = device_of(model)
+    if device == HOST:
+        return None
+    if strategy.split is not None:
+        expected = f"the model is on {device}, and one that is cut is computed by processes on cores, leave it there"
+        raise StrategyError("split", strategy.settings["split"], expected)
+    if strategy.server_processes:
+        expected = f"the model is on {device}, and tables on servers are for models on a CPU so far"
+        raise StrategyError("only", "sparse", expected)
+    if strategy.exchange == "collective":
+        if device.type != "cuda":
+            expected = f"the model is on {device}, and collectives are for CPUs and for GPUs by NCCL, leave it out"
+            raise StrategyError("exchange", strategy.exchange, expected)
+        return None
+    return HostCopy(model, optimizer)
+
+
+def _hosts(together: Together, links: LinkMaker | None, strategy: Strategy) -> OneHost:
     assert not strategy.on_servers
     if links is None:
-        if strategy.every > 1 and strategy.replicas > 1:
+        if strategy.steps_locally and strategy.replicas > 1:
+            field, value = ("gossip", "set") if strategy.gossip else ("every", strategy.every)
             expected = "replicas of one host share memory and send nothing, it is for several hosts, leave it out"
-            raise StrategyError("every", strategy.every, expected)
+            raise StrategyError(field, value, expected)
         return OneHost()
-    if strategy.every > 1:
-        return LocalSteps(together, links, strategy.every)
-    return BetweenHosts(together, links, strategy.devices)
+    if strategy.gossip:
+        return Gossip(together, links, strategy.wire, strategy.every)
+    if strategy.steps_locally:
+        outer = (strategy.outer_lr, strategy.outer_momentum) if strategy.makes_outer_steps else None
+        return LocalSteps(together, links, strategy.wire, strategy.every, outer)
+    return BetweenHosts(together, links, strategy.wire, strategy.devices)
 
 
-def meet(model: nn.Module, place: Place, *, purpose: str = "owner") -> tuple[Place, Board, Links | None]:
-    """Find the others: this replica's place among those who share its memory, their board, the links to the rest.
-    Links of another `purpose` are others."""
+def meet(model: nn.Module, place: Place) -> tuple[Place, Together, Links | None]:
+    """Find the others: this replica's place among those who share its memory, what it does together with them, the
+    links to the rest, which are of the hosts that the run has now."""
+    place, together, links = find_others(model, place)
+    if links is None:
+        return place, together, None
+    members = together.coming()
+    if together.views is not None:
+        members = together.views.members(members.op)
+        if members.view is not None and members.view.total < place.world:
+            raise ReplicaDied(
+                "a replica of another host has died, and only the Trainer goes on without: start it again"
+            )
+    return place, together, links.open(members)
+
+
+def find_others(model: nn.Module, place: Place, purpose: str = "owner") -> tuple[Place, Together, LinkMaker | None]:
+    """The same, but for the links how to come to them, of whatever hosts the run has then. Those of another `purpose`
+    are others."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    timeout_s = place.strategy.timeout_s
     apart = place.strategy.exchange == "collective" or device.type != "cpu" or not shared_words_work()
-    store = _store(place) if place.hosts > 1 or place.board is None or (apart and place.world > 1) else None
+    views = _views(place)
+    store = None
+    if place.hosts > 1 or place.board is None or (apart and place.world > 1):
+        store = _store(place, views) if views is None or apart else None
     if place.board is None:
         assert store is not None
         place = _share_board(place, store)
     assert place.board is not None
+    board = Board(place.board) if not apart else Board(place.board, only_row=place.row)
+
+    def make(store: Store, name: str, host: int, hosts: int) -> Links:
+        # By itself Gloo takes the interface that the host's name leads to, which may be another one.
+        known = views is not None and "GLOO_SOCKET_IFNAME" not in os.environ
+        return Links(store, name, host, hosts, timeout_s, device, place.address if known else None)
+
     if not apart:
-        board = Board(place.board)
-        name = f"{purpose}-{place.row}/{board.get(place.row, Word.ARENAS)}"
-        return place, board, _links(place, store, name, place.host, place.hosts, device)
-    board = Board(place.board, only_row=place.row)
-    name = f"{purpose}/replicas/{board.get(0, Word.ARENAS)}"
-    links = _links(place, store, name, place.rank, place.world, device)
-    return msgspec.structs.replace(place, row=0, rows=1), board, links
-
-
-def _links(place: Place, store: Store | None, name: str, host: int, hosts: int, device: torch.device) -> Links | None:
-    if hosts == 1:
-        return None
+        together, arenas = Together(board, place.row, timeout_s, views), board.get(place.row, Word.ARENAS)
+        if place.hosts == 1:
+            return place, together, None
+        if views is not None:
+            return place, together, LinkMaker(together, f"{purpose}/{arenas}", place.host, place.hosts, make)
+        assert store is not None
+        return place, together, GivenLinks(make(store, f"{purpose}-{place.row}/{arenas}", place.host, place.hosts))
+    alone = msgspec.structs.replace(place, row=0, rows=1)
+    together = Together(board, 0, timeout_s)
+    if place.world == 1:
+        return alone, together, None
     assert store is not None
-    return Links(store, name, host, hosts, wire(place.strategy.wire), place.strategy.timeout_s, device)
+    name = f"{purpose}/replicas/{board.get(0, Word.ARENAS)}"
+    return alone, together, GivenLinks(make(store, name, place.rank, place.world))
 
 
-def _store(place: Place) -> Store:
+def _views(place: Place) -> HostViews | None:
+    """The views of a run whose hosts' supervisors have met."""
+    if place.hosts == 1 or place.board is None or not (board := Board(place.board)).host_get(HostWord.VIEW):
+        return None
+    board.announce(place.row)
+    return HostViews(
+        board, place.row, place.host, place.hosts, place.strategy.timeout_s, lambda: serve_store(place.address)
+    )
+
+
+def _store(place: Place, views: HostViews | None) -> Store:
     if place.rendezvous is None:
         raise LaunchError("the replicas have no address to find each other at: start them with `paceline run`")
+    timeout_s = min(place.strategy.timeout_s, 300.0)
+    if views is not None:  # the supervisors are at that port
+        assert place.board is not None
+        views.members(0)
+        return open_store(Board(place.board).read_text(HostWord.STORE), serve=False, timeout_s=timeout_s)
     # torchrun's agent may already serve a store at this address.
     serve = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    return open_store(place.rendezvous, serve=serve, timeout_s=min(place.strategy.timeout_s, 300.0))
+    return open_store(place.rendezvous, serve=serve, timeout_s=timeout_s)
 
 
 def _share_board(place: Place, store: Store) -> Place:

@@ -34,11 +34,13 @@ class Owner:
         arena: ModelArena,
         optimizer: ShardOptimizer,
         bucket_bytes: int | None = None,
+        arrived: Callable[[int], None] = lambda chunk: None,
     ) -> None:
+        """`arrived(chunk)` returns when that chunk is summed over all hosts."""
         self._together = together
         self._arena = arena
         self._optimizer = optimizer
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes, self._arrived = bucket_bytes, arrived
         self._ranks: tuple[int, ...] = ()
         self._shards: dict[int, list[list[int]]] = {}
         self._touched: list[int] = []
@@ -63,7 +65,7 @@ class Owner:
         return self._shards[rank]
 
     def chunks(self, rank: int) -> list[int]:
-        return [number for bucket in self._shards[rank] for number in bucket]
+        return [number for bucket in self._shards.get(rank, []) for number in bucket]
 
     # ── a step ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -124,6 +126,7 @@ class Owner:
         """The summed gradient of a chunk, for reading, until the next call; sums are at least fp32."""
         chunk = self._arena.layout.chunks[number]
         if self._arena.sums.numel():
+            self._arrived(number)
             parts, weights = [self._arena.chunk_of(self._arena.sums, chunk)], None
         else:
             ranks = members.ranks if self._rows is None else self._rows[number]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from paceline.exchange.board import Members
-from paceline.exchange.links import Links
+from paceline.exchange.host_sums import HostSums
 from paceline.exchange.together import Together
 from paceline.exchange.words import Phase, Word
 from paceline.memory.layout import assign
@@ -21,10 +21,11 @@ from paceline.mirrored.owner import sum_into
 class MeanReducer:
     """One replica's part of reducing gradients in place."""
 
-    def __init__(self, together: Together, arena: ModelArena, links: Links | None = None) -> None:
+    def __init__(self, together: Together, arena: ModelArena, sums: HostSums | None = None, hosts: int = 1) -> None:
+        """`sums`: over several hosts."""
         self._together = together
         self._arena = arena
-        self._links = links
+        self._sums, self._hosts = sums, hosts
         self._ranks: tuple[int, ...] = ()
         self._shards: dict[int, list[tuple[int, list[torch.Tensor], torch.Tensor]]] = {}
 
@@ -60,8 +61,8 @@ class MeanReducer:
             if arena.reduced[number] == members.op:
                 continue
             sum_into(total, parts)
-            if self._links is not None:
-                self._links.sum_values(number, total)
+            if self._sums is not None:
+                self._sums.sum(number, total)
             self._together.board.set(me, Word.UNDO, number + 1)
             for part in parts:
                 torch.mul(total, share, out=part)
@@ -70,7 +71,7 @@ class MeanReducer:
 
     def _share(self, members: Members) -> float:
         """What one replica's gradient counts in the mean."""
-        return 1.0 / (len(members.ranks) * (self._links.hosts if self._links is not None else 1))
+        return 1.0 / (len(members.ranks) * self._hosts)
 
     def _copy_again(self, members: Members) -> None:
         arena = self._arena

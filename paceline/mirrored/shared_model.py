@@ -19,8 +19,8 @@ from paceline.errors import ModelError, ReplicaDied
 from paceline.exchange.board import MemberLost, Members
 from paceline.exchange.together import Together
 from paceline.exchange.words import Kind, Phase
-from paceline.memory.layout import aligned
-from paceline.memory.model_arena import ModelArena, Sizes
+from paceline.memory.layout import FlatLayout, aligned
+from paceline.memory.model_arena import ForHosts, ModelArena, Sizes
 from paceline.optim.model_in_arena import SMALLEST_SCRATCH_BYTES, ModelInArena
 from paceline.optim.state import StateLayout
 from paceline.torch_private import AnyBatchNorm
@@ -30,11 +30,19 @@ class SharedModel(ModelInArena):
     """A model that all replicas of a host share, with everything known that owners need."""
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, together: Together, *, several_hosts: bool, sparse: bool = False
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        together: Together,
+        *,
+        for_hosts: Callable[[FlatLayout], ForHosts] = lambda _: ForHosts(),
+        whole_tensors: bool = False,
+        sparse: bool = False,
     ) -> None:
-        """`sparse`: not all of the arena will be used, so take what is, and no more."""
+        """`for_hosts`: what is kept beside a model that lies so. `whole_tensors`: none is cut. `sparse`: not all of the
+        arena will be used, so take what is, and no more."""
         board = together.board
-        super().__init__(model, optimizer, board.replicas)
+        super().__init__(model, optimizer, board.replicas, whole_tensors=whole_tensors)
         # What the user's optimizer held before training, by slot:
         self.users_state = {
             number: dict(optimizer.state[parameter])
@@ -47,7 +55,7 @@ class SharedModel(ModelInArena):
             state_blocks=tuple(self.states.block_bytes),
             scratch_bytes=_scratch_bytes(model),
             buffer_bytes=self.buffer_bytes,
-            several_hosts=several_hosts,
+            for_hosts=for_hosts(self.layout),
         )
         self._sparse = sparse
         self._together = together

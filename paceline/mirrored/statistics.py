@@ -80,7 +80,7 @@ class BatchStatistics(StepPart):
         return lambda values: self._sums.sum(values, everybody)
 
     def _check_nobody_is_idle(self, among: Sequence[int]) -> None:
-        everybody = self._hosts.count * len(self._ranks) // self._devices
+        everybody = self._hosts.total // self._devices
         if self._has_batchnorm and len(among) < everybody:
             raise DataError(
                 "batch size",

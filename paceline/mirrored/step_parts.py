@@ -1,9 +1,9 @@
 """What takes part in a step of mirrored replicas, one thing each, in the order of the engine's list.
 
-begin ── forward, backward ── computed ── arrive ┃ decided ── norm ── update ── closed
-                                                 ┃
-         nothing has changed: a death here       ┃ all have arrived: the step will be
-         means that the step is tried again      ┃ made, by whoever is left
+begin ── forward, backward ── computed ── arrive ── agree ┃ decided ── norm ── update ── closed
+                                                          ┃
+         nothing has changed: a death here                ┃ all have arrived, on every host: the
+         means that the step is tried again               ┃ step will be made, by whoever is left
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.mirrored.owner import Owner
 
 @dataclass(frozen=True)
 class DecidedStep:
-    """A step at which all have arrived."""
+    """A step at which all of a host have arrived."""
 
     members: Members
     number: int  # updates made before it
@@ -36,6 +36,10 @@ class StepPart:
 
     def computed(self, members: Members, number: int) -> None:
         """This replica's gradients are complete; it has not arrived yet."""
+
+    def agree(self, step: DecidedStep) -> None:
+        """All of this host have arrived: gets what it needs from other hosts. Where there are some, it may be called
+        again for the same step."""
 
     def decided(self, step: DecidedStep) -> None:
         """The step will be made."""
@@ -80,7 +84,7 @@ class OwnShard(StepPart):
     before_update: Callable[[Members], None]
 
     def begin(self, members: Members, number: int) -> None:
-        self.owner.divide(members.ranks)
+        self.owner.divide(members.ranks[: members.lanes])
 
     def decided(self, step: DecidedStep) -> None:
         self.owner.begin(step.touched, self.rows(step.members), step.weights)

@@ -255,8 +255,10 @@ class Channel(Generic[Header]):
                 connection.settimeout(limit.left())
             try:
                 count = connection.recv_into(into[filled : filled + SLICE_BYTES])
-            except (BlockingIOError, ssl.SSLWantReadError):
+            except (BlockingIOError, ssl.SSLWantReadError, TimeoutError) as error:
                 # Another thread sends with a time limit at this moment, and such a limit is the whole socket's.
+                if isinstance(error, TimeoutError) and (limit.timeout_s is not None or error.errno is not None):
+                    raise  # it is our own, or the kernel's
                 _await_bytes(connection)
                 continue
             if self._interrupted or count == 0:

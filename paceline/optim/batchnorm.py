@@ -247,7 +247,7 @@ class ExactBatchNorm(torch.autograd.Function):
         mine[0] = own_count
         mine[1 : channels + 1] = own_mean * own_count
         mine[channels + 1 :] = (own_variance + own_mean.square()) * own_count
-        sums = total(mine)
+        sums = total(mine).to(x.device)
         count = float(sums[0])
         if count <= 1:
             raise ValueError("BatchNorm needs more than one value per channel in a batch when training")

@@ -45,10 +45,10 @@ class IntoBuffer:
         if gradient.layout is torch.strided:
             self._view.copy_(gradient)
         else:
-            self._view.zero_().add_(gradient)
+            self._view.zero_().add_(gradient.to(self._view.device))
 
     def add(self, gradient: torch.Tensor) -> None:
-        self._view.add_(gradient)
+        self._view.add_(gradient.to(self._view.device))
 
     def put_product(self, one: torch.Tensor, other: torch.Tensor) -> None:
         torch.mm(one, other, out=self._view)

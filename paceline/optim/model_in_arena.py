@@ -24,10 +24,11 @@ class ModelInArena:
 
     arena: ModelArena
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, owners: int) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, owners: int, *, whole_tensors: bool = False) -> None:
+        """`whole_tensors`: none is cut, whatever the optimizer has to see."""
         named = grouped_parameters(model, optimizer)
         self._device = _device_of(named)
-        self.layout = layout_for(optimizer, named, owners)
+        self.layout = layout_for(optimizer, named, owners, whole_tensors=whole_tensors)
         by_name = {name: parameter for name, parameter, _ in named}
         self.parameters = [by_name[slot.name] for slot in self.layout.slots]
         self.buffers = buffers_of(model)

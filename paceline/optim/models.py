@@ -75,12 +75,22 @@ def buffers_of(model: nn.Module) -> list[torch.Tensor]:
     return list(own_state(model).buffers())
 
 
-def copied(model: nn.Module, optimizer: Optimizer, flag: str) -> tuple[nn.Module, Optimizer]:
-    """The same once more, on the same parameters: a client of servers gives them other memory. `flag` asks for that."""
-    same = {
-        id(parameter): nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+def copied(
+    model: nn.Module, optimizer: Optimizer, flag: str, *, to: torch.device | None = None
+) -> tuple[nn.Module, Optimizer]:
+    """The same once more, on the same parameters: a client of servers gives them other memory. `flag` asks for that.
+    With `to`, all of it on that device."""
+    same: dict[int, torch.Tensor] = {
+        id(parameter): nn.Parameter(parameter.detach().to(to), requires_grad=parameter.requires_grad)
         for parameter in own_state(model).parameters()
     }
+    if to is not None:
+        held = (value for state in optimizer.state.values() for value in state.values())
+        same |= {
+            id(tensor): tensor.detach().to(to)
+            for tensor in (*own_state(model).buffers(), *held)
+            if isinstance(tensor, torch.Tensor)
+        }
     try:
         return copy.deepcopy((model, optimizer), dict[int, Any](same))
     except Exception as error:

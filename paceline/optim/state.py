@@ -62,11 +62,20 @@ class Entry:
         block[self.mark] = 1
 
 
-def layout_for(optimizer: Optimizer, named: Sequence[tuple[str, torch.Tensor, int | None]], owners: int) -> FlatLayout:
+def layout_for(
+    optimizer: Optimizer,
+    named: Sequence[tuple[str, torch.Tensor, int | None]],
+    owners: int,
+    *,
+    whole_tensors: bool = False,
+) -> FlatLayout:
     """Where the parameters lie, and how they are cut, so that this optimizer sees what it has to see."""
     sees = traits_of(optimizer).sees
     layout = FlatLayout.plan(
-        named, owners=owners, whole_tensors=sees is not Sees.ELEMENTS, one_chunk=sees is Sees.MODEL
+        named,
+        owners=owners,
+        whole_tensors=whole_tensors or sees is not Sees.ELEMENTS,
+        one_chunk=sees is Sees.MODEL,
     )
     if sees is Sees.MODEL and len(layout.chunks) > 1:
         types = sorted({str(chunk.dtype).removeprefix("torch.") for chunk in layout.chunks})

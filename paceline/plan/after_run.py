@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from paceline.errors import InvalidInput
+from paceline.exchange.wire_names import WIRES
 from paceline.launch.cores import allowed_cores
 from paceline.launch.emulate import Emulation
 from paceline.plan.calibration import Calibration, LearnedFactor, default_path, fingerprint, read, write
@@ -75,7 +76,9 @@ def predict_strategy(predictor: StepPredictor, strategy: Strategy, hosts: int) -
         if strategy.split is not None or strategy.in_graph or strategy.durable or hosts > 1:
             return None
         return predictor.servers(strategy.replicas, strategy.servers, strategy.rule, strategy.exchange)
-    if strategy.table_servers or strategy.exchange == "collective" or strategy.every > 1:
+    if strategy.table_servers or strategy.exchange == "collective" or strategy.steps_locally:
+        return None
+    if strategy.wire not in WIRES:
         return None
     if strategy.split is not None:
         trial = next((trial for trial in predictor.profile.cuts if trial.split == strategy.split), None)

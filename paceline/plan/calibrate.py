@@ -1,7 +1,8 @@
 """Calibrates this machine: small runs of the product itself, one for every exchange, and what its cores do.
 
 Each run is `paceline run` of `calibration_script`, as a user would start it. What cannot be run here (emulated hosts
-without root) is left out, and said.
+without root) is left out, and said. A run beside which other programs were busy, or that computed longer than its like,
+is made again, and what is faster of both is kept; how busy they were is written into the calibration.
 """
 
 from __future__ import annotations
@@ -23,13 +24,22 @@ from paceline.errors import LaunchError
 from paceline.launch.cores import allowed_cores
 from paceline.launch.emulate import check_permission
 from paceline.plan.calibrate_tls import server_with_keys
-from paceline.plan.calibration import HEADERS, Calibration, ExchangeCurve, ExchangePoint, fingerprint, total_memory
+from paceline.plan.calibration import (
+    BUSY,
+    HEADERS,
+    Calibration,
+    ExchangeCurve,
+    ExchangePoint,
+    fingerprint,
+    total_memory,
+)
+from paceline.profile.other_load import LoadOfOthers
 
 LONGEST_RUN_S = 120.0
 LINK = "1gbit"
 _LONGER = 1.5  # times as long: such a run was disturbed
 _LARGE_BYTES = 8 << 20  # of models by whose computing that is seen
-_MOST_AGAIN = 2  # runs that are made again
+_MOST_AGAIN = 4  # runs that are made again
 _LINK_BYTES_PER_S = 125e6
 Show = Callable[[str, int, int], None]  # what is measured now, how many are done, how many there are
 
@@ -87,7 +97,7 @@ def calibration_runs(cores: int) -> list[CalibrationRun]:
 
 def calibrate(show: Show, note: Callable[[str], None] = lambda _: None) -> Calibration:
     """Returns what was measured; `show` is told how far it is, `note` what had to be left out."""
-    began = time.monotonic()
+    began, load = time.monotonic(), LoadOfOthers()
     cores = len(allowed_cores())
     runs = calibration_runs(cores)
     try:
@@ -105,8 +115,11 @@ def calibrate(show: Show, note: Callable[[str], None] = lambda _: None) -> Calib
         show(run.words, number + 1, count)
         try:
             with server_with_keys() if run.exchange == "tls" else nullcontext(()) as joined:
+                others = LoadOfOthers()
                 points = _run(run, joined)
-                if left > 0 and _disturbed(points, run.replicas, curves):
+                # Of a server that was started beside it this process has not been told yet how long it worked.
+                busy = not joined and others.cores() > BUSY
+                if left > 0 and (busy or _disturbed(points, run.replicas, curves)):
                     left -= 1
                     points = tuple(map(_faster, points, _run(run, joined)))
         except LaunchError as error:
@@ -147,6 +160,7 @@ def calibrate(show: Show, note: Callable[[str], None] = lambda _: None) -> Calib
         step_spread=spread,
         curves=tuple(curves),
         seconds=time.monotonic() - began,
+        load=load.cores(),
     )
 
 

@@ -24,6 +24,7 @@ from paceline.errors import InvalidInput
 from paceline.profile.values import Timing
 
 FILE = "calibration.json"
+BUSY = 0.2  # cores that others use: what is measured beside that is not to be trusted
 HEADERS = 0.955  # of a link's rate is left for what is sent
 
 
@@ -79,10 +80,19 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     curves: tuple[ExchangeCurve, ...] = ()
     learned: dict[str, LearnedFactor] = {}
     seconds: float = 0.0  # that calibrating took
+    load: float = 0.0  # cores that other programs used meanwhile
 
     @property
     def made_up(self) -> bool:
         return self.machine == "made up"
+
+    @property
+    def disturbed(self) -> str | None:
+        """Returns what has to be said of a calibration that was made beside other programs."""
+        if self.load <= BUSY:
+            return None
+        used = f"other programs used {self.load:.1f} cores while this machine was calibrated"
+        return f"{used}: do it again when it is quiet"
 
 
 def fingerprint() -> str:

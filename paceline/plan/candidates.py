@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paceline.exchange import WIRES
+from paceline.exchange.wire_names import WIRES
 from paceline.plan.cluster import Cluster
 from paceline.plan.far_servers import far_servers
 from paceline.plan.predict import StepPredictor

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from paceline.exchange import WIRES
+from paceline.exchange.wire_names import WIRES
 from paceline.plan.calibration import HEADERS, Calibration
 from paceline.plan.cluster import Cluster, described
 from paceline.plan.exchange_costs import ExchangeCosts
@@ -141,10 +141,6 @@ class StepPredictor:
         }
         memory = self._memory.cut(trial, replicas)
         return self.put_together(name, kind, strategy, 1, parts, memory, 0.0)
-
-    def split_trials(self, devices: int) -> list[CutTrial]:
-        """Returns the cuts that were tried over so many devices."""
-        return [trial for trial in self.profile.cuts if trial.split.devices == devices]
 
     def memory_of_servers(self, on_host: int, servers: int) -> tuple[int, int]:
         """Returns the memory of a replica and of its host, if servers are elsewhere."""

@@ -154,9 +154,3 @@ def _with_link(cluster: Cluster, times: float) -> Cluster:
     bits = cluster.link_bytes_per_s * 8 * times
     link = f"{bits / 1e9:g}gbit" if bits >= 1e9 else f"{bits / 1e6:g}mbit"
     return msgspec.structs.replace(cluster, link=link)
-
-
-def best_of(predictions: Sequence[Prediction], devices: int) -> Prediction | None:
-    """Returns the fastest that uses exactly so many devices."""
-    found = [prediction for prediction in predictions if prediction.devices == devices and prediction.fits]
-    return max(found, key=lambda prediction: prediction.samples_per_s, default=None)

@@ -16,6 +16,12 @@ COLUMNS = 3
 SQUEEZED = 3.0  # so many times as wide as that of the better three quarters, and the rest of an axis is left out
 
 
+def load_drawing() -> None:
+    """Load what `plot` needs, before it does."""
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure  # noqa: F401
+
+
 def plot(records: Sequence[TrialRecord], space: SearchSpace, goal: Goal, folder: Path) -> Path | None:
     """Draw it; the file, or None if no trial has told its metric."""
     told = [record for record in records if record.metric is not None]

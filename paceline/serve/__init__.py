@@ -4,8 +4,9 @@ In a script `load` makes a `predictor`, whose model may be cut over several devi
 how these talk.
 
 Over HTTP (`paceline serve`) there is one process without torch, the `server`: `http_app` says which address answers
-what, `open_inference` and `for_people` what bodies mean, `batching` who is asked what and who is refused, `model_pool`
-which processes there are. Each of them is a `model_process`, seen from inside in `answering`, with tensors in
-`shared_values`; they are forked from a `template`, which has run the script (`template_process`, `script_model`,
-`named_call`).
+what, `open_inference` and `for_people` what bodies mean. What answers is a `served_model`: a `model_pool`, where
+`batching` decides who is asked what and who is refused, or several of them, an `ensemble_pool`. Each has
+`version_processes`, of versions from a `version_source`, a file or a `followed_container`. Each process is a
+`model_process`, seen from inside in `answering`, with tensors in `shared_values`; they are forked from a `template`,
+which has run the script (`template_process`, `script_model`, `named_call`).
 """

@@ -31,6 +31,7 @@ from paceline.serve.shared_values import NotSharable, SharedValues
 
 QUESTION = struct.Struct("=QQ")  # number, bytes of the request
 REPLY = struct.Struct("=BQQd")  # kind, number, bytes of the answer, seconds of computing
+AWAKE_S = 0.001  # that the next question is looked for before the process sleeps, if the last came that soon
 _PR_SET_PDEATHSIG = 1
 
 AnswerFunction = Callable[..., Any]
@@ -108,8 +109,10 @@ def _answer_all(ends: ProcessEnds, factory: Factory) -> None:
     gc.collect()
     gc.freeze()  # what was made so far stays; Python's collector need not look at it again
     reply(ReplyKind.READY, 0, 0, time.perf_counter() - began)
-    while question := ends.channel.recv(QUESTION.size):
+    soon = False  # whether the last question came as soon as this process had answered the one before
+    while question := _next_question(ends.channel, soon):
         number, size = QUESTION.unpack(question)
+        soon = time.perf_counter() - began < AWAKE_S
         began = time.perf_counter()
         try:
             args, kwargs = ends.requests.read(size, torch_tensors=True)
@@ -124,6 +127,19 @@ def _answer_all(ends: ProcessEnds, factory: Factory) -> None:
             reply(ReplyKind.FAILURE, number, length, time.perf_counter() - began)
         else:
             reply(ReplyKind.ANSWER, number, length, time.perf_counter() - began)
+        began = time.perf_counter()
+
+
+def _next_question(channel: socket.socket, soon: bool) -> bytes:
+    """Returns the next question; nothing if there will be none. Being woken takes longer than to ask and to answer: so
+    a process that is asked all the time looks for a while, and gives way to others between two looks."""
+    awake_until = time.perf_counter() + AWAKE_S
+    while soon and time.perf_counter() < awake_until:
+        try:
+            return channel.recv(QUESTION.size, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            os.sched_yield()
+    return channel.recv(QUESTION.size)
 
 
 def in_a_sentence(error: BaseException) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 
 from paceline.serve.open_inference import cast, check_inputs, decode_json
 from paceline.serve.request_error import BAD, NOT_COMPUTED, RequestError, bad
+from paceline.serve.served_model import ServedAnswer
 from paceline.serve.served_tensor import ANY, NUMPY_NAMES, ServedTensor
 
 NPY_MAGIC = b"\x93NUMPY"
@@ -137,13 +138,12 @@ def _picture(spec: ServedTensor | None) -> tuple[int, int, int, bool]:
     raise RequestError(BAD, f"the model takes no image: {known}, send lists of numbers or a .npy file")
 
 
-def write_predict(
-    model: str, version: int, request: PredictRequest, outputs: dict[str, np.ndarray], told: dict[str, Any]
-) -> bytes:
+def write_predict(model: str, answer: ServedAnswer, request: PredictRequest) -> bytes:
     """Returns the answer as JSON: outputs by name, as lists, and where it came from."""
+    outputs = answer.outputs
     for name, array in outputs.items():
         if array.dtype.kind not in "biuf":
             raise RequestError(NOT_COMPUTED, f"the model gives {name} as {array.dtype}, which JSON has no numbers for")
     one = request.bare and all(array.ndim and len(array) == 1 for array in outputs.values())
     lists = {name: (array[0] if one else array).tolist() for name, array in outputs.items()}
-    return msgspec.json.encode({"model": model, "version": version, "outputs": lists, **told})
+    return msgspec.json.encode({"model": model, "version": answer.version, "outputs": lists, **answer.told})

@@ -12,7 +12,7 @@ Without that header everything is JSON. Whatever is wrong with a request is one 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from paceline.serve.request_error import BAD, NOT_COMPUTED, RequestError, bad
+from paceline.serve.served_model import ServedAnswer
 from paceline.serve.served_tensor import ANY, DATATYPES, NUMPY_NAMES, ServedTensor
 
 MOST_DIMS = 32
@@ -64,26 +65,11 @@ class InferRequest:
     wanted: dict[str, bool] | None = None  # by output: whether as bytes
     as_bytes: bool = False  # those that are not in `wanted`
 
-    @property
-    def rows(self) -> int:
-        """Returns the size of the first dim, if all inputs have it in common; else 0."""
-        return common_rows(self.inputs)
-
-    @property
-    def shape(self) -> Hashable:
-        """Returns what requests must have in common to be computed together."""
-        return shape_of(self.inputs)
-
 
 def common_rows(arrays: Mapping[str, np.ndarray]) -> int:
     """Returns the size of the first dim that all arrays have; 0 if they do not."""
     sizes = {array.shape[0] if array.ndim else 0 for array in arrays.values()}
     return sizes.pop() if len(sizes) == 1 else 0
-
-
-def shape_of(arrays: Mapping[str, np.ndarray]) -> Hashable:
-    """Returns names, types and shapes but for the first dim."""
-    return tuple((name, array.dtype.char, array.shape[1:]) for name, array in arrays.items())
 
 
 def read_infer(body: bytes, header_length: int | None, inputs: list[ServedTensor] | None) -> InferRequest:
@@ -135,18 +121,21 @@ def check_inputs(arrays: dict[str, np.ndarray], specs: list[ServedTensor] | None
             raise bad(f"input {name} at {where}", float(array[tuple(where)]), "give finite numbers")
     if specs is None:
         return arrays
-    takes = ", ".join(f"{spec.name} {spec.datatype} {spec.shape}" for spec in specs)
+
+    def wrong(field: str, value: object, more: str = "") -> RequestError:
+        return bad(field, value, f"{more}the model takes {', '.join(spec.words for spec in specs)}")
+
     for name in arrays:
-        if name not in [spec.name for spec in specs]:
-            raise bad("inputs", name, f"the model takes {takes}")
+        if not any(spec.name == name for spec in specs):
+            raise wrong("inputs", name)
     for spec in specs:
         if spec.name not in arrays:
-            raise bad("inputs", list(arrays), f"{spec.name} is missing, the model takes {takes}")
+            raise wrong("inputs", list(arrays), f"{spec.name} is missing, ")
         array = arrays[spec.name]
-        if DATATYPES[array.dtype.name] != spec.datatype:
-            raise bad(f"datatype of {spec.name}", DATATYPES[array.dtype.name], f"the model takes {takes}")
+        if (datatype := DATATYPES[array.dtype.name]) != spec.datatype:
+            raise wrong(f"datatype of {spec.name}", datatype)
         if array.ndim != len(spec.shape):
-            raise bad(f"shape of {spec.name}", list(array.shape), f"the model takes {takes}")
+            raise wrong(f"shape of {spec.name}", list(array.shape))
     return {spec.name: arrays[spec.name] for spec in specs}
 
 
@@ -211,10 +200,9 @@ def datatype_of(name: str, array: np.ndarray) -> str:
     return DATATYPES[array.dtype.name]
 
 
-def write_answer(
-    model: str, version: int, request: InferRequest, outputs: Mapping[str, np.ndarray]
-) -> tuple[bytes, int | None]:
+def write_answer(model: str, answer: ServedAnswer, request: InferRequest) -> tuple[bytes, int | None]:
     """Returns the body of an answer, and the length of its JSON if bytes follow that."""
+    outputs = answer.outputs
     wanted = request.wanted if request.wanted is not None else dict.fromkeys(outputs, request.as_bytes)
     tensors: list[dict[str, Any]] = []
     tails: list[bytes] = []
@@ -229,11 +217,22 @@ def write_answer(
         else:
             tensor["data"] = array.ravel().tolist()
         tensors.append(tensor)
-    answer: dict[str, Any] = {"model_name": model, "model_version": str(version), "outputs": tensors}
+    told: dict[str, Any] = {"model_name": model, "model_version": str(answer.version), "outputs": tensors}
     if request.id is not None:
-        answer["id"] = request.id
-    head = msgspec.json.encode(answer)
+        told["id"] = request.id
+    if parameters := _parameters(answer):
+        told["parameters"] = parameters
+    head = msgspec.json.encode(told)
     return (head + b"".join(tails), len(head)) if tails else (head, None)
+
+
+def _parameters(answer: ServedAnswer) -> dict[str, Any]:
+    """Returns what the protocol has no field for: plain values, as it allows no others."""
+    found: dict[str, Any] = {"step": answer.step} if answer.step is not None else {}
+    if answer.members:
+        found["members"] = ",".join(answer.members)
+        found["missing"] = "; ".join(f"{name}: {why}" for name, why in answer.missing.items())
+    return found
 
 
 def metadata(name: str, versions: list[str], inputs: list[ServedTensor], outputs: list[ServedTensor]) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def openapi(model: str, version: str, inputs: list[ServedTensor]) -> dict[str, A
                 parameters=[*parameters, _DEADLINE],
             )
         }
-    takes = ", ".join(f"{spec.name} {spec.datatype} {spec.shape}" for spec in inputs) or "not known yet"
+    takes = ", ".join(spec.words for spec in inputs) or "not known yet"
     return {
         "openapi": "3.1.0",
         "info": {"title": f"Paceline: {model}", "version": version, "description": f"The model takes {takes}."},

@@ -29,7 +29,6 @@ from torch import nn
 from paceline import checkpoint
 from paceline.deadlines import deadline, refuse_deadline, shortest
 from paceline.errors import (
-    CheckpointError,
     DeadlineExceeded,
     ModelError,
     PacelineError,
@@ -45,6 +44,7 @@ from paceline.launch.cores import allowed_cores, share_of_cores
 from paceline.memory.arena import Arena
 from paceline.memory.heap import keep_memory
 from paceline.optim.models import evaluating, own_state
+from paceline.quantize.int8_file import check_same_tensors, fill_int8, is_int8
 from paceline.serve.device import Device, RequestAbandoned, ServingPeers, described, send_request, work
 from paceline.serve.request_status import RequestStatus, StatusWord
 from paceline.split.cut import Example
@@ -55,6 +55,7 @@ MOST_DEVICES_A_CORE = 4
 LONGEST_END_S = 2.0  # that a device may take to end by itself
 _PR_SET_PDEATHSIG = 1
 _ALIGN = 64
+_C_LIBRARY = ctypes.CDLL(None, use_errno=True)
 
 
 def load(
@@ -86,7 +87,7 @@ def load(
             "split", split.words, f"that needs {split.devices} devices and this machine has {len(cores)} cores"
         )
     if path is not None:
-        _fill(model, path)
+        _fill(model, path, cut=split is not None)
     return Predictor(model, split, dims or {}, timeout_s)
 
 
@@ -274,7 +275,7 @@ class _DeviceProcesses:
         try:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides
             if main:  # else the kernel would mean the end of that thread
-                ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+                _C_LIBRARY.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() != self._caller:
                 os._exit(1)
             for number, (theirs, callers) in enumerate(self._bells, 1):
@@ -317,19 +318,15 @@ class _DeviceProcesses:
 # ── the model ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _fill(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Loads the file into the model; they must have the same tensors."""
-    inner, tensors = own_state(model), checkpoint.read_model(path)
-    own = inner.state_dict()
-    for name in [*sorted(own.keys() - tensors.keys()), *sorted(tensors.keys() - own.keys())]:
-        has = "has no" if name in own else "has a"
-        raise CheckpointError(f"{os.fspath(path)} {has} tensor {name!r}, unlike the model: give the model it is of")
-    for name, tensor in own.items():
-        if tensor.shape != tensors[name].shape:
-            raise CheckpointError(
-                f"{os.fspath(path)} has {name!r} of shape {list(tensors[name].shape)}, and the model of "
-                f"{list(tensor.shape)}: give the model it is of"
-            )
+def _fill(model: nn.Module, path: str | os.PathLike[str], *, cut: bool) -> None:
+    """Loads the file into the model; they must have the same tensors. Of one in int8, modules are replaced."""
+    inner, (tensors, notes) = own_state(model), checkpoint.read_noted_model(path)
+    if is_int8(notes):
+        if cut:
+            warnings.warn(f"{os.fspath(path)} is in int8, and a model that is cut computes in float", stacklevel=3)
+        fill_int8(inner, os.fspath(path), tensors, notes, cut=cut)
+        return
+    check_same_tensors(os.fspath(path), inner.state_dict(), tensors)
     inner.load_state_dict(tensors)
 
 
@@ -360,11 +357,21 @@ def _use(cores: tuple[int, ...]) -> None:
 
 @contextlib.contextmanager
 def _using(cores: tuple[int, ...]) -> Iterator[None]:
-    """Uses these cores for the length of a request; otherwise the caller's process is as it was."""
-    before, threads = os.sched_getaffinity(0), torch.get_num_threads()
-    _use(cores)
+    """Uses these cores for the length of a request; otherwise the caller's process is as it was.
+
+    One that runs on them already is not pinned: the other cores are busy with the other devices, so nobody moves it. To
+    be moved to and fro between requests costs more than everything else on the way to the devices and back.
+    """
+    threads = torch.get_num_threads()
+    before = None if _C_LIBRARY.sched_getcpu() in cores else os.sched_getaffinity(0)
+    if before is not None:
+        os.sched_setaffinity(0, cores)
+    if threads != 1:
+        torch.set_num_threads(1)
     try:
         yield
     finally:
-        os.sched_setaffinity(0, before)
-        torch.set_num_threads(threads)
+        if before is not None:
+            os.sched_setaffinity(0, before)
+        if threads != 1:
+            torch.set_num_threads(threads)

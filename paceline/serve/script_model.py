@@ -26,6 +26,7 @@ from paceline.errors import LaunchError, PacelineError
 from paceline.loop.model_found import ModelFound
 from paceline.run_place import PLACE_VARIABLE, Place
 from paceline.split.cut import Example
+from paceline.trial_values import TRIAL_VARIABLE, TrialPlace
 
 MAKE_MODEL = "make_model"
 
@@ -39,10 +40,16 @@ class ScriptModel:
     call: Example | None = None
 
 
-def find_model(script: str, arguments: Sequence[str], *, with_call: bool) -> ScriptModel:
-    """Returns the model that the script makes. `with_call`: it is to run until its first batch."""
+def find_model(
+    script: str, arguments: Sequence[str], *, with_call: bool, trial: TrialPlace | None = None
+) -> ScriptModel:
+    """Returns the model that the script makes. `with_call`: it is to run until its first batch. `trial`: the one of
+    `paceline tune` that the script is to make it for."""
     place = Place(row=0, rows=1, serving="batch" if with_call else "trainer", started_by="reference")
     os.environ[PLACE_VARIABLE] = msgspec.json.encode(place).decode()
+    os.environ.pop(TRIAL_VARIABLE, None)
+    if trial is not None:
+        os.environ[TRIAL_VARIABLE] = msgspec.json.encode(trial).decode()
     sys.argv = [script, *arguments]
     sys.path[0] = os.path.dirname(os.path.realpath(script))
     makes = _defines_make_model(script)

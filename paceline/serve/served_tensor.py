@@ -32,6 +32,11 @@ class ServedTensor(msgspec.Struct, frozen=True):
     datatype: str
     shape: list[int]
 
+    @property
+    def words(self) -> str:
+        """Returns it for a sentence."""
+        return f"{self.name} {self.datatype} {self.shape}"
+
 
 class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a model before it was asked anything; None: nobody could tell."""
@@ -41,6 +46,11 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     outputs: list[ServedTensor] | None = None
     in_rows: bool = True  # its answer has a row for each row of its inputs, as far as was seen
     example: dict[str, list] | None = None  # type: ignore[type-arg]  # one row of the script's own data, if it is small
+
+    @property
+    def takes(self) -> str:
+        """Returns what the model takes, for a sentence."""
+        return ", ".join(spec.words for spec in self.inputs or ()) or "not known yet"
 
 
 def read_input(text: str) -> ServedTensor:

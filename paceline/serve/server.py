@@ -3,8 +3,8 @@
     clients ⇄ HTTP (this process) ⇄ shared memory ⇄ processes of the model, forked from the template
 
 Before the port is answered the script has run and the first version is ready. SIGTERM and SIGINT end the server when it
-has answered what it has taken; SIGHUP, a new checkpoint in the place of the one before, and a request to load each make
-a new version.
+has answered what it has taken; SIGHUP, a new checkpoint in the place of the one before, steps of a training that is
+followed, and a request to load each make a new version.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import os
 import signal
 import socket
 import ssl
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,27 +26,47 @@ import msgspec
 import uvicorn
 import uvloop
 
-from paceline.errors import InvalidInput, PacelineError
+from paceline.combining import Combination
+from paceline.errors import InvalidInput, LaunchError, PacelineError
 from paceline.launch.cores import allowed_cores, share_of_cores
 from paceline.serve.access_log import AccessLog
 from paceline.serve.batching import RequestQueue
+from paceline.serve.ensemble_pool import EnsemblePool
+from paceline.serve.followed_container import FollowedContainer, FollowRequest
 from paceline.serve.http_app import HttpApp, HttpSettings
 from paceline.serve.model_pool import ModelPool
-from paceline.serve.served_tensor import ModelDescription, ServedTensor
+from paceline.serve.refusing_protocol import RefusingProtocol
+from paceline.serve.served_model import ServedModel
+from paceline.serve.served_tensor import ANY, ModelDescription, ServedTensor
 from paceline.serve.serving_metrics import ServingMetrics
-from paceline.serve.template import Template, TemplateRequest, identity_of
+from paceline.serve.short_slice import SHORTEST_NS, run_in_slices
+from paceline.serve.template import Template, TemplateRequest
+from paceline.serve.version_source import FileSource, VersionSource
 from paceline.split.values import Split
+from paceline.trial_values import TrialPlace
 
-LOOK_S = 0.5  # between looks at the checkpoint's file
+LOOK_S = 0.5  # between looks at where new versions come from
 KEPT_ALIVE_S = 75  # a connection on which nothing is asked; longer than proxies keep theirs
 LONGEST_DRAIN_S = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedMember:
+    """A checkpoint, and what its model is made with; its name is told if there are several."""
+
+    name: str
+    checkpoint: str
+    arguments: list[str]
+    trial: TrialPlace | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
     """Everything that can be said to `paceline serve`, read and checked."""
 
-    checkpoint: str
+    members: list[ServedMember]  # none: a container is followed
+    ensemble: tuple[Combination, int] | None  # with its quorum
+    follow: tuple[FollowRequest, float] | None  # with the least seconds between two versions
     script: str
     arguments: list[str]
     name: str
@@ -55,6 +76,7 @@ class ServeSettings:
     split: Split | None
     inputs: list[ServedTensor]
     most_rows: int
+    pad: bool
     deadline_s: float
     most_waiting: int
     most_body: int
@@ -74,6 +96,7 @@ def run(settings: ServeSettings) -> int:
     if settings.tls is not None:
         _check_tls(*settings.tls)
     log = AccessLog(settings.access_log)
+    run_in_slices(SHORTEST_NS)
     with contextlib.closing(_listen(settings.host, settings.port)) as listening:
         uvloop.run(_serve(settings, log, listening))
     return 0
@@ -83,28 +106,27 @@ async def _serve(settings: ServeSettings, log: AccessLog, listening: socket.sock
     loop, ending = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ending.set)
-    request = TemplateRequest(
-        script=settings.script,
-        arguments=settings.arguments,
-        with_call=not settings.inputs,
-        split=settings.split,
-    )
-    template = Template(request)
-    pool = _pool(settings, template)
-    beginning = loop.create_task(_begin(settings, template, pool))
+    templates = _templates(settings)
+    model = _model(settings, templates)
+    beginning = loop.create_task(_begin(settings, templates, model))
     try:
         if not await _before(beginning, ending):
             return
         description = beginning.result()
         app = HttpApp(
-            HttpSettings(settings.name, settings.deadline_s, settings.most_body, settings.token), pool, description, log
+            HttpSettings(settings.name, settings.deadline_s, settings.most_body, settings.token),
+            model,
+            description,
+            log,
         )
         server = _Server(_http_config(settings, app))
         port = listening.getsockname()[1]
-        _tell(settings, description, pool, port)
+        _tell(settings, description, model, port)
         reload = asyncio.Event()
         loop.add_signal_handler(signal.SIGHUP, reload.set)
-        looking = loop.create_task(_look(pool, reload))
+        looking = loop.create_task(_look(model, reload))
+        gc.collect()
+        gc.freeze()  # what was made so far stays; Python's collector need not look at it again
         answering = loop.create_task(server.serve([listening]))
         await _before(answering, ending)
         server.should_exit = True
@@ -112,34 +134,77 @@ async def _serve(settings: ServeSettings, log: AccessLog, listening: socket.sock
         looking.cancel()
     finally:
         beginning.cancel()
-        await pool.close()
-        await asyncio.to_thread(template.close)
+        await model.close()
+        await asyncio.gather(*(asyncio.to_thread(template.close) for template in set(templates)))
 
 
-def _pool(settings: ServeSettings, template: Template) -> ModelPool:
-    cores = allowed_cores()
-    shares: list[tuple[int, ...]] = [share_of_cores(n, settings.replicas, cores) for n in range(settings.replicas)]
-    if settings.split is not None:
-        shares = [()]  # its devices find theirs
-    queue = RequestQueue(settings.most_rows, settings.most_waiting)
-    return ModelPool(
-        template,
-        settings.checkpoint,
-        queue,
-        ServingMetrics(),
-        cores=shares,
-        deadline_s=settings.deadline_s,
-        note=_say,
-    )
+def _templates(settings: ServeSettings) -> list[Template]:
+    """Returns the template of each member; those that are made alike have one in common."""
+    made: dict[bytes, Template] = {}
+    found = []
+    for arguments, trial in [(one.arguments, one.trial) for one in settings.members] or [(settings.arguments, None)]:
+        request = TemplateRequest(
+            script=settings.script,
+            arguments=arguments,
+            with_call=not settings.inputs,
+            trial=trial,
+            split=settings.split,
+        )
+        found.append(made.setdefault(msgspec.msgpack.encode(request), Template(request)))
+    return found
 
 
-async def _begin(settings: ServeSettings, template: Template, pool: ModelPool) -> ModelDescription:
+def _model(settings: ServeSettings, templates: Sequence[Template]) -> ServedModel:
+    """Returns what answers: a pool of processes, or of an ensemble one for each member, which share the cores."""
+    cores, count, metrics = allowed_cores(), len(templates) * settings.replicas, ServingMetrics()
+    pads = [spec.name for spec in settings.inputs if settings.pad and ANY in spec.shape[1:]]
+
+    def pool(at: int, source: VersionSource) -> ModelPool:
+        own = range(at * settings.replicas, (at + 1) * settings.replicas)
+        return ModelPool(
+            templates[at],
+            source,
+            RequestQueue(settings.most_rows, settings.most_waiting),
+            metrics,
+            cores=[share_of_cores(number, count, cores) for number in own] if settings.split is None else [()],
+            deadline_s=settings.deadline_s,
+            note=_say,
+            member=settings.members[at].name if settings.ensemble is not None else "",
+            pads=pads,
+        )
+
+    if settings.follow is not None:
+        return pool(0, FollowedContainer(*settings.follow))
+    pools = {one.name: pool(at, FileSource(one.checkpoint)) for at, one in enumerate(settings.members)}
+    if settings.ensemble is None:
+        return pools[settings.members[0].name]
+    return EnsemblePool(pools, *settings.ensemble, metrics)
+
+
+async def _begin(settings: ServeSettings, templates: Sequence[Template], model: ServedModel) -> ModelDescription:
     """Returns what the model is, when the first version is ready."""
-    description = await asyncio.to_thread(template.open)
+    unlike = list(dict.fromkeys(templates))
+    described = await asyncio.gather(*(asyncio.to_thread(template.open) for template in unlike))
     if settings.inputs:
-        description = msgspec.structs.replace(description, inputs=settings.inputs)
-    await pool.load()
+        described = [msgspec.structs.replace(one, inputs=settings.inputs) for one in described]
+    description = described[0]
+    if settings.ensemble is not None:
+        by_template = dict(zip(unlike, described, strict=True))
+        _check_members({one.name: by_template[it] for one, it in zip(settings.members, templates, strict=True)})
+    await model.load()
     return description
+
+
+def _check_members(described: Mapping[str, ModelDescription]) -> None:
+    """Raises of members that cannot be asked the same, or whose answers cannot be put together."""
+    first, *_ = described
+    for name, one in described.items():
+        if one.inputs != described[first].inputs:
+            takes, others = one.takes, described[first].takes
+            raise LaunchError(f"member {name} takes {takes}, and {first} {others}: give models for the same inputs")
+        if one.outputs is not None and len(one.outputs) != 1:
+            gives = ", ".join(spec.name for spec in one.outputs)
+            raise LaunchError(f"member {name} gives {gives}: let it return one tensor, which can be combined")
 
 
 async def _before(work: asyncio.Task[object], ending: asyncio.Event) -> bool:
@@ -150,21 +215,19 @@ async def _before(work: asyncio.Task[object], ending: asyncio.Event) -> bool:
     return work.done()
 
 
-async def _look(pool: ModelPool, reload: asyncio.Event) -> None:
-    """Loads a new version when the file has changed or a signal has come; ends processes that are stuck."""
-    seen = pool.loaded
+async def _look(model: ServedModel, reload: asyncio.Event) -> None:
+    """Has the model look for what has changed, and loads all of it when a signal has come."""
     while True:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(reload.wait(), LOOK_S)
-        pool.kill_the_stuck()
-        now = identity_of(pool.path)
-        settled, seen = now == seen, now  # one that is being written is left alone until it rests
-        if reload.is_set() or (settled and now is not None and now != pool.loaded and pool.version is not None):
-            reload.clear()
-            try:
-                _say(f"version {await pool.load()} of {pool.path} answers from now on")
-            except PacelineError as error:
-                _say(f"a new version was not loaded, and all is as it was: {error}")
+        if not reload.is_set():
+            await model.look()
+            continue
+        reload.clear()
+        try:
+            _say(f"version {await model.load()} answers from now on")
+        except PacelineError as error:
+            _say(f"a new version was not loaded, and all is as it was: {error}")
 
 
 class _Server(uvicorn.Server):
@@ -179,12 +242,13 @@ def _http_config(settings: ServeSettings, app: HttpApp) -> uvicorn.Config:
     certificate, key = settings.tls if settings.tls is not None else (None, None)
     return uvicorn.Config(
         app,
-        http="httptools",
+        http=RefusingProtocol,
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # nobody is believed who says that he asks for somebody else
         timeout_keep_alive=KEPT_ALIVE_S,
         timeout_graceful_shutdown=LONGEST_DRAIN_S,
         ssl_certfile=certificate,
@@ -215,13 +279,19 @@ def _check_tls(certificate: str, key: str) -> None:
         raise InvalidInput("tls-cert", certificate, f"it and {key} are no certificate and its key ({what})") from error
 
 
-def _tell(settings: ServeSettings, description: ModelDescription, pool: ModelPool, port: int) -> None:
-    takes = ", ".join(f"{spec.name} {spec.datatype} {spec.shape}" for spec in description.inputs or ())
-    processes = len(pool.processes)
-    how = f"cut over {settings.split.devices} devices" if settings.split is not None else f"{processes} processes"
+def _tell(settings: ServeSettings, description: ModelDescription, model: ServedModel, port: int) -> None:
+    count = len(model.processes)
+    how = f"{count} processes" if count > 1 else "1 process"
+    if settings.split is not None:
+        how = f"cut over {settings.split.devices} devices"
+    if settings.ensemble is not None:
+        combination, quorum = settings.ensemble
+        how = f"{combination.how} of {len(settings.members)} members, {quorum} of them at least, {how}"
+    files = ", ".join(Path(member.checkpoint).name for member in settings.members)
+    source = files if settings.follow is None else settings.follow[0].words
     _say(
-        f"{settings.name} ({description.kind} of {Path(settings.checkpoint).name}, takes {takes or 'not known yet'}) "
-        f"answers at {settings.address}:{port}, {how if processes > 1 or settings.split is not None else '1 process'}"
+        f"{settings.name} ({description.kind} of {source}, takes {description.takes}) "
+        f"answers at {settings.address}:{port}, {how}"
     )
     if settings.json:
         told = {
@@ -229,8 +299,8 @@ def _tell(settings: ServeSettings, description: ModelDescription, pool: ModelPoo
             "port": port,
             "process": os.getpid(),
             "name": settings.name,
-            "version": pool.version,
-            "processes": pool.processes,
+            "version": model.version,
+            "processes": model.processes,
             "model": description,
         }
         print(msgspec.json.encode(told).decode(), flush=True)

@@ -1,4 +1,5 @@
-"""How long the model will take for so many rows, judged by how long it has taken: a line through what was measured.
+"""How long the model will take for so many rows, judged by how long it has taken: a line through what was measured,
+and how far off that line was.
 
 Recent measurements count more, so that a machine that gets slower is noticed within some dozens of batches.
 """
@@ -12,23 +13,21 @@ class ServiceTime:
     """seconds ≈ a + b · rows, by weighted least squares."""
 
     def __init__(self) -> None:
-        self._weight = self._rows = self._seconds = self._rows_rows = self._rows_seconds = 0.0
+        self._weight = self._rows = self._seconds = self._rows_rows = self._rows_seconds = self._off = 0.0
 
     @property
-    def is_known(self) -> bool:
-        """Returns whether anything was measured."""
-        return self._weight > 0
+    def off_s(self) -> float:
+        """Returns by how many seconds a batch is off its prediction, on average."""
+        return self._off / self._weight if self._weight else 0.0
 
     def measured(self, rows: int, seconds: float) -> None:
         """Takes note of one batch."""
-        for name, value in (
-            ("_weight", 1.0),
-            ("_rows", rows),
-            ("_seconds", seconds),
-            ("_rows_rows", rows * rows),
-            ("_rows_seconds", rows * seconds),
-        ):
-            setattr(self, name, FORGETTING * getattr(self, name) + value)
+        self._weight = FORGETTING * self._weight + 1.0
+        self._rows = FORGETTING * self._rows + rows
+        self._seconds = FORGETTING * self._seconds + seconds
+        self._rows_rows = FORGETTING * self._rows_rows + rows * rows
+        self._rows_seconds = FORGETTING * self._rows_seconds + rows * seconds
+        self._off = FORGETTING * self._off + abs(seconds - self.of(rows))
 
     def of(self, rows: int) -> float:
         """Returns the seconds that so many rows will take; 0 before the first measurement.

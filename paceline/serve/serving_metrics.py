@@ -13,27 +13,34 @@ class ServingMetrics:
 
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
+
+        def seconds(name: str, words: str) -> Histogram:
+            return Histogram(name, words, buckets=_SECONDS, registry=registry)
+
+        def gauge(name: str, words: str) -> Gauge:
+            return Gauge(name, words, ["member"], registry=registry)
+
         self.requests = Counter("paceline_requests", "Requests, by HTTP status.", ["status"], registry=registry)
-        self.request_seconds = Histogram(
-            "paceline_request_seconds", "From arrival to answer.", buckets=_SECONDS, registry=registry
-        )
-        self.queue_seconds = Histogram(
-            "paceline_queue_seconds", "From arrival to a process.", buckets=_SECONDS, registry=registry
-        )
-        self.compute_seconds = Histogram(
-            "paceline_compute_seconds", "Of the model, a batch.", buckets=_SECONDS, registry=registry
-        )
+        self.request_seconds = seconds("paceline_request_seconds", "From arrival to answer.")
+        self.queue_seconds = seconds("paceline_queue_seconds", "From arrival to a process.")
+        self.compute_seconds = seconds("paceline_compute_seconds", "Of the model, a batch.")
         self.batch_rows = Histogram("paceline_batch_rows", "Rows a batch.", buckets=_ROWS, registry=registry)
         self.batch_requests = Histogram(
             "paceline_batch_requests", "Requests a batch.", buckets=_ROWS, registry=registry
         )
-        self.queue_depth = Gauge("paceline_queue_depth", "Requests that wait for a process.", registry=registry)
+        self.answers = Counter("paceline_answers", "Requests that were answered by the model.", registry=registry)
         self.refused = Counter("paceline_refused", "Requests refused, by why.", ["why"], registry=registry)
         self.left = Counter("paceline_left", "Requests whose client went away before the answer.", registry=registry)
-        self.processes = Gauge("paceline_processes", "Processes of the model that are ready.", registry=registry)
         self.deaths = Counter("paceline_process_deaths", "Processes that ended unasked.", registry=registry)
-        self.version = Gauge("paceline_model_version", "The version that answers.", registry=registry)
         self.reloads = Counter("paceline_reloads", "Versions loaded, or not.", ["outcome"], registry=registry)
+        self.missing = Counter(
+            "paceline_member_missing", "Answers of an ensemble without this member.", ["member"], registry=registry
+        )
+        self.queue_depth = gauge("paceline_queue_depth", "Requests that wait for a process.")
+        self.processes = gauge("paceline_processes", "Processes of the model that are ready.")
+        self.version = gauge("paceline_model_version", "The version that answers.")
+        self.step = gauge("paceline_model_step", "The step of the followed training that answers.")
+        self.source_lost = gauge("paceline_source_lost", "1 while there is no way to the source of new versions.")
 
     def text(self) -> bytes:
         """Returns everything in Prometheus's text format."""

@@ -12,6 +12,7 @@ copies out, so that the next value may be written at once. When there is somethi
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import struct
@@ -38,9 +39,19 @@ class NotSharable(PacelineError):
 
 @dataclass(frozen=True)
 class StackedRows:
-    """Arrays that arrive as one, below each other: of the same type, and of the same shape but for the first dim."""
+    """Arrays that arrive as one, below each other: of the same type, and with the same number of dims. Those that are
+    smaller than others, in a dim but the first, arrive with zeros behind their numbers."""
 
     parts: Sequence[np.ndarray]
+
+    @property
+    def shape(self) -> list[int]:
+        """Returns the shape of all of them together."""
+        first = self.parts[0]
+        if len(self.parts) == 1:
+            return list(first.shape)
+        sizes = [max(part.shape[at] for part in self.parts) for at in range(1, first.ndim)]
+        return [sum(len(part) for part in self.parts), *sizes]
 
 
 class SharedValues:
@@ -58,7 +69,7 @@ class SharedValues:
 
     def write(self, value: Any) -> int:
         """Writes a value in the place of the one before, and returns how many bytes it has."""
-        arrays: list[StackedRows] = []
+        arrays: list[tuple[StackedRows, list[int]]] = []
         offsets = [0]
         try:
             description = msgspec.msgpack.encode(_described(value, arrays, offsets))
@@ -71,13 +82,21 @@ class SharedValues:
             self._map()
         _LENGTH.pack_into(self._memory, 0, len(description))
         self._memory[_LENGTH.size : _LENGTH.size + len(description)] = description
-        for rows, offset in zip(arrays, offsets, strict=False):
-            at = start + offset
+        for (rows, shape), offset in zip(arrays, offsets, strict=False):
+            if 0 in shape:
+                continue
+            room: np.ndarray = np.ndarray(shape, rows.parts[0].dtype, self._memory, start + offset)
+            if len(rows.parts) == 1:
+                np.copyto(room, rows.parts[0])
+                continue
+            first = 0
             for part in rows.parts:
-                if part.size:
-                    room = np.frombuffer(self._memory, part.dtype, part.size, at).reshape(part.shape)
-                    np.copyto(room, part)
-                at += part.nbytes
+                own = room[first : first + len(part)]
+                if own.shape != part.shape:
+                    own[...] = 0
+                    own = own[tuple(map(slice, part.shape))]
+                np.copyto(own, part)
+                first += len(part)
         return size
 
     def read(self, size: int, *, torch_tensors: bool) -> Any:
@@ -99,16 +118,16 @@ class SharedValues:
         self._memory = mmap.mmap(self.descriptor, os.fstat(self.descriptor).st_size)
 
 
-def _described(value: Any, arrays: list[StackedRows], offsets: list[int]) -> Any:
+def _described(value: Any, arrays: list[tuple[StackedRows, list[int]]], offsets: list[int]) -> Any:
     """Returns what a value is made of; its tensors, and where each begins, are put into the lists."""
 
     def each(values: Any) -> list[Any]:
         return [_described(entry, arrays, offsets) for entry in values]
 
     def array(rows: StackedRows, dtype: str, shape: list[int]) -> list[Any]:
-        arrays.append(rows)
+        arrays.append((rows, shape))
         offset = offsets[-1]
-        offsets.append(_aligned(offset + sum(part.nbytes for part in rows.parts)))
+        offsets.append(_aligned(offset + math.prod(shape) * rows.parts[0].itemsize))
         return ["tensor", dtype, shape, offset]
 
     if type(value) in _PLAIN:
@@ -116,11 +135,10 @@ def _described(value: Any, arrays: list[StackedRows], offsets: list[int]) -> Any
     if isinstance(value, np.ndarray):
         value = StackedRows([value])
     if isinstance(value, StackedRows):
-        first = value.parts[0]
-        if first.dtype.kind not in "biufc":
-            raise NotSharable(f"an array of {first.dtype}")
-        length = [sum(len(part) for part in value.parts)] if first.ndim else []
-        return array(value, first.dtype.name, [*length, *first.shape[1:]])
+        kind = value.parts[0].dtype
+        if kind.kind not in "biufc":
+            raise NotSharable(f"an array of {kind}")
+        return array(value, kind.name, value.shape)
     if "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor):
         seen, dtype = _as_numpy(value)
         return array(StackedRows([seen]), dtype, list(value.shape))
@@ -164,7 +182,7 @@ def _restored(entry: Any, memory: mmap.mmap, start: int, torch_tensors: bool) ->
 
 
 def _numpy_array(memory: mmap.mmap, dtype: str, shape: list[int], at: int) -> np.ndarray:
-    count = int(np.prod(shape, dtype=np.int64))
+    count = math.prod(shape)
     if dtype == "bfloat16":  # the upper half of a float32, which NumPy has
         halves = np.frombuffer(memory, np.uint16, count, at) if count else np.empty(0, np.uint16)
         return (halves.astype(np.uint32) << 16).view(np.float32).reshape(shape)
@@ -177,7 +195,7 @@ def _torch_tensor(memory: mmap.mmap, dtype: str, shape: list[int], at: int) -> A
     import torch
 
     kind = getattr(torch, dtype)
-    count = int(np.prod(shape, dtype=np.int64))
+    count = math.prod(shape)
     if not count:
         return torch.empty(shape, dtype=kind)
     return torch.frombuffer(memory, dtype=kind, count=count, offset=at).view(shape).clone()

@@ -5,9 +5,6 @@
 
 So a script runs once, however many processes there are, and a process that died is replaced in milliseconds, not in the
 seconds that torch takes to be imported. A template that died is started again with the next process that is wanted.
-
-A version is a copy of the checkpoint, in memory that has no name: what happens to the file afterwards is of no concern
-to those who have the version, nor to those who replace them.
 """
 
 from __future__ import annotations
@@ -22,17 +19,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from paceline.errors import CheckpointError, LaunchError
-from paceline.memory import segment
+from paceline.errors import LaunchError
 from paceline.serve.answering import ProcessEnds
 from paceline.serve.served_tensor import ModelDescription
 from paceline.split.values import Split
+from paceline.trial_values import TrialPlace
 
 MOST_TRIES = 3  # to have a process forked, each with a new template
 _MOST_MESSAGE = 1 << 17
-_PIECE = 1 << 24
-
-FileIdentity = tuple[int, int, int]
 
 
 class TemplateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +35,7 @@ class TemplateRequest(msgspec.Struct, frozen=True, kw_only=True):
     script: str
     arguments: list[str]
     with_call: bool
+    trial: TrialPlace | None = None  # that the model was trained in
     split: Split | None = None
 
 
@@ -139,35 +134,10 @@ class FromTemplate:
     """Starts processes of one version; a `Starter` of `ModelProcess`."""
 
     def __init__(self, template: Template, path: str, checkpoint: int) -> None:
-        """`checkpoint`: the descriptor of the version's copy, as `copy_checkpoint` returns it."""
+        """`checkpoint`: the descriptor of the version's copy."""
         self._template, self._path, self._checkpoint = template, path, checkpoint
 
     def start(self, ends: ProcessEnds, cores: Sequence[int]) -> tuple[int, int]:
         """Returns the new process's number, and a pidfd of it."""
         request = StartRequest(cores=list(cores), path=self._path)
         return self._template.start(request, [*ends.descriptors, self._checkpoint])
-
-
-def copy_checkpoint(path: str) -> int:
-    """Returns the descriptor of memory that has what the file has now."""
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            copy = segment.make("checkpoint", max(1, size))
-            offset = 0
-            while offset < size:
-                if not (sent := os.sendfile(copy, file.fileno(), offset, _PIECE)):
-                    break
-                offset += sent
-            return copy
-    except OSError as error:
-        raise CheckpointError(f"{path} could not be read ({error.strerror})") from error
-
-
-def identity_of(path: str) -> FileIdentity | None:
-    """Returns what changes when a file is replaced or written; None if there is none."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns

@@ -22,6 +22,7 @@ from paceline.launch.quick_start import load_compiler_late
 from paceline.launch.resting_collector import rest_while_loading
 from paceline.serve.answering import AnswerFunction, ProcessEnds, be_model_process, end_with_owner
 from paceline.serve.shared_values import SharedValues
+from paceline.serve.short_slice import USUAL, run_in_slices
 from paceline.serve.template import StartRequest, TemplateFound, TemplateRequest
 
 _MOST_REQUEST = 1 << 17
@@ -35,7 +36,7 @@ def be_template(channel: socket.socket) -> None:
     from paceline.serve.script_model import find_model
 
     try:
-        found = find_model(request.script, request.arguments, with_call=request.with_call)
+        found = find_model(request.script, request.arguments, with_call=request.with_call, trial=request.trial)
         call = NamedCall(found.model, found.call)
         told = TemplateFound(describe(found.model, call))
     except PacelineError as error:
@@ -72,10 +73,13 @@ def _answer(start: StartRequest, descriptors: Sequence[int], found: Any, call: A
             predictor = load(copy, found.model, split=request.split, dims=found.dims)
         except CheckpointError as error:
             raise CheckpointError(str(error).replace(copy, start.path)) from None
+        model: Any = predictor
+        if (whole := predictor.whole_model) is not None:  # it is this process's alone, and stays as it is
+            model = whole.eval()
 
         def answer(given: dict[str, Any]) -> dict[str, Any]:
             args, kwargs = call(given)
-            return named_outputs(predictor(*args, **kwargs))
+            return named_outputs(model(*args, **kwargs))
 
         if call.tensors:  # the first request takes longer than others: it is nobody's
             answer(call.some_rows(1))
@@ -93,6 +97,7 @@ def _fork() -> int:
 if __name__ == "__main__":
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     end_with_owner(int(sys.argv[2]))
+    run_in_slices(USUAL)  # the owner has short ones
     load_compiler_late()
     rest_while_loading()
     when_imported("torch", lambda torch: torch.set_num_threads(1))

@@ -4,9 +4,9 @@ A kind of call is a function (the loss, a metric), the modes its modules are in,
 it is given but for the values of tensors. Its graph is captured when it comes up for the first time. The model itself
 stays whole, and so whatever else a script computes with it is right, on whichever device.
 
-The loss is held against its graph on the first batch, gradients and all, and its value on batches 2, 4, 8 … and on the
-first of every other shape: numbers that change from step to step, and that a graph has for good, come to light there.
-A graph that an earlier run has kept is proven like a new one before it is used (`graph/kept.py`).
+The loss is held against its graph on the first batch of every shape, gradients and all, and its value on batches 2, 4,
+8 …: numbers that change from step to step, and that a graph has for good, come to light there. A graph that an earlier
+run has kept is proven like a new one before it is used (`graph/kept.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paceline.graph.call_graph import CallGraph
 from paceline.graph.capture import Function
 from paceline.graph.inputs import Structure, take_apart
 from paceline.graph.kept import KeptGraph
-from paceline.graph.proof import compare
+from paceline.graph.proof import compare, prove
 from paceline.graph.python_effects import python_effects
 from paceline.graph.shapes import AllShapes
 from paceline.loss_value import LossPart, Weight
@@ -70,8 +70,9 @@ class _Kind:
     kept: KeptGraph
     compute: Compute
     shapes: AllShapes  # its graph is one of
-    times: int = 0
-    proven: bool = False  # held against what it was captured from, with gradients in one of its shapes
+    times: int = 0  # it was trained on
+    last: int = 0  # the pass of the cut in which that was
+    proven: bool = False  # held against what it was captured from
 
     @property
     def call(self) -> CallGraph:
@@ -92,6 +93,7 @@ class GraphCut(Cut):
         super().__init__(peers)
         self._kinds: list[_Kind] = []
         self.model: nn.Module
+        self.passes = 0  # that were trained
         self.tensors: dict[str, torch.Tensor] = {}  # this device's parts of parameters and buffers, by name
 
     def decide(self, kept: KeptGraph, values: list[torch.Tensor]) -> None:
@@ -115,7 +117,7 @@ class GraphCut(Cut):
                 kept = KeptGraph(function, self.model, given, shapes, first.begin, first.proven)
                 self._check_loss(kept.graph)
                 if not kept.is_proven:
-                    compare(function, self.model, given, kept.graph, gradients=torch.is_grad_enabled())
+                    prove(function, self.model, given, kept.graph)
             if effects and self.peers.first:
                 warnings.warn(f"cut model: {'; '.join(effects)}: once a graph, not in every step", stacklevel=2)
             self._keep(kept)
@@ -156,6 +158,7 @@ class GraphCut(Cut):
     # ── work ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def train(self, loss: Loss, model: nn.Module, batch: Any, weight: Weight, check: Check) -> LossPart:
+        self.passes += 1
         self.follow_frozen()
         kind, tensors = self.kind_of(loss, batch)
         self.look(kind, batch)
@@ -171,15 +174,16 @@ class GraphCut(Cut):
                 part.requires_grad_(parameter.requires_grad)
 
     def look(self, kind: _Kind, batch: Any) -> None:
-        """Holds the loss against its graph, now and then: the first of all its shapes with gradients."""
-        kind.times += 1
-        if kind.times & (kind.times - 1) or (kind.times == 1 and kind.proven):
+        """Holds the loss against its graph, now and then; of a pass that consists of several, for one of them."""
+        if kind.last == self.passes:
             return
-        known = any(other.proven and other.is_like(kind.about, kind.structure) for other in self._kinds)
-        compare(kind.about.function, self.model, batch, kind.call, gradients=not known)
+        kind.times, kind.last = kind.times + 1, self.passes
         if not kind.proven:
+            prove(kind.about.function, self.model, batch, kind.call)
             kind.proven = True
             self._keep(kind.kept)
+        elif kind.times > 1 and not kind.times & (kind.times - 1):
+            compare(kind.about.function, self.model, batch, kind.call, gradients=False)
 
     def _keep(self, kept: KeptGraph) -> None:
         """Keeps a graph that was held against what it was captured from."""

@@ -84,11 +84,16 @@ class TaskCut(GraphCut):
     # ── work ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def train(self, loss: Loss, model: nn.Module, batch: Any, weight: Weight, check: Check) -> LossPart:
-        self.later.forget()
+        self.begin()
         flight, part = self.forward(loss, batch, weight, check)
         flight.backward()
         self.later.do_all()
         return part
+
+    def begin(self) -> None:
+        """Begins a pass."""
+        self.passes += 1
+        self.later.forget()
 
     def forward(self, loss: Loss, batch: Any, weight: Weight, check: Check) -> tuple[InFlight, LossPart]:
         """Runs forward. Returns what runs backward, and what this is of the step's loss, on the last device."""

@@ -23,6 +23,7 @@ from torch.distributed import ReduceOp
 
 from paceline.exchange.mailboxes import DTYPE_NUMBERS, DTYPES
 from paceline.torch_group.errors import CallError, GroupBroken, RankDied, RankLate
+from paceline.torch_group.flat_tensors import outside_inference
 from paceline.torch_group.rank_group import RankGroup
 
 SLOT_BYTES = 8 << 20
@@ -131,7 +132,8 @@ class Rounds:
         """`length` elements of a slot of this round, the first of which is number `start`."""
         slots = self._slots.get(dtype)
         if slots is None:
-            slots = self._slots[dtype] = [list(turn) for turn in self._bytes.view(dtype)]
+            with outside_inference():  # they are for later calls too
+                slots = self._slots[dtype] = [list(turn) for turn in self._bytes.view(dtype)]
         return slots[self.rounds % TURNS][rank][start : start + length]
 
     # ── what fails ───────────────────────────────────────────────────────────────────────────────────────

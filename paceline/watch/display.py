@@ -182,8 +182,8 @@ class Display(Protocol):
     def show(self, progress: Progress) -> None:
         """The latest progress; may be called as often as one likes."""
 
-    def close(self) -> None:
-        """Nothing more will come; return when all of it has been read."""
+    def close(self, *, wait: bool = True) -> None:
+        """Nothing more will come; return when all of it has been read, or at once."""
 
 
 class PlainDisplay:
@@ -217,10 +217,11 @@ class PlainDisplay:
             self._shown_step = progress.step
             self.say(str(progress))
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = True) -> None:
         if self._outputs.err.mid_line:
             self._outputs.err.write(b"\n")
-        self._outputs.close()
+        if wait:
+            self._outputs.close()
 
 
 class LiveDisplay:
@@ -288,10 +289,11 @@ class LiveDisplay:
             self._next_at = now + DRAW_EVERY_S
             self._live.update(draw(self._title, progress), refresh=True)
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = True) -> None:
         self._print(b"".join(line + b"\n" for line in self._unfinished.values() if line))
         self._live.stop()
-        self._outputs.close()
+        if wait:
+            self._outputs.close()
 
 
 def choose_display(title: str, spill_to: Path | None = None, *, plain: bool, quiet: bool) -> Display:

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paceline.findings import Finding, Message, ServersAccount, TrainingBegan, TrialAsked
+from paceline.findings import Finding, Message, ModelSaved, ServersAccount, TrainingBegan, TrialAsked
 from paceline.watch.target import Target
 
 MOST_WAITING = 10_000  # findings of one replica that is not in charge
@@ -54,12 +54,15 @@ class FoundSoFar:
         self.began_at: float | None = None
         self.latest: dict[str, FoundValue] = {}
         self.account: ServersAccount | None = None
+        self.saved: str | None = None  # the last checkpoint of the script's
         self.target_seen = TargetSeen(str(target)) if target is not None else None
 
     def take(self, row: int, message: Message, in_charge: int | None) -> None:
         """What the process in that row tells. `in_charge`: the row that is heard; None: on another host."""
         if isinstance(message, TrainingBegan):
             self.began_at = message.at if self.began_at is None else min(message.at, self.began_at)
+        elif isinstance(message, ModelSaved):
+            self.saved = message.path
         elif in_charge is None:
             return
         elif isinstance(message, TrialAsked):

@@ -100,12 +100,14 @@ def training(
     replicas: int = 1,
     rule: Rule = ALL,
     lr: float = 0.1,
+    nesterov: bool = False,
+    durability: str = "none",
 ) -> Iterator[pl.Trainer]:
     """The trainer of a run that has come to the servers."""
     place = Place(
         row=0,
         rows=1,
-        strategy=Centralized(replicas=replicas, servers=2, rule=rule),
+        strategy=Centralized(replicas=replicas, servers=2, rule=rule, durability=durability),
         servers=ServersPlace(
             addresses=servers.addresses, container=container, token_folder=str(servers.folder), run=run
         ),
@@ -115,7 +117,7 @@ def training(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(PLACE_VARIABLE, msgspec.json.encode(place).decode())
-        trainer = pl.Trainer(model, torch.optim.SGD(trained, lr=lr, momentum=0.9), loss)
+        trainer = pl.Trainer(model, torch.optim.SGD(trained, lr=lr, momentum=0.9, nesterov=nesterov), loss)
     with contextlib.closing(trainer):
         yield trainer
 
@@ -270,12 +272,39 @@ def test_another_run_may_have_more_replicas_and_other_options(servers: Servers) 
         assert trainer.steps == 9
 
 
-def test_two_runs_are_never_in_one_container_at_a_time(servers: Servers) -> None:
+def test_two_sync_runs_are_never_in_one_container_at_a_time(servers: Servers) -> None:
     with training(servers, "busy") as trainer:
         train(trainer, 1)
         refused(servers, "busy", r"'busy' is being trained by another run, replicas 0")
         train(trainer, 1)
         assert trainer.steps == 6
+
+
+def test_a_step_that_is_late_gives_its_ticket_back(servers: Servers) -> None:
+    with training(servers, "plain") as trainer:
+        train(trainer, 2)
+        expected = {key: value.clone() for key, value in trainer.model.state_dict().items()}
+    with training(servers, "late") as trainer:
+        inner, calls, given_up = trainer.model.forward, iter(range(1000)), []
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            out = inner(x)
+            if next(calls) == 2:
+                time.sleep(2.2)
+            return out
+
+        trainer.model.forward = forward  # type: ignore[method-assign]
+        for batch in trainer.batches(DATA, 8, epochs=2, seed=1):
+            try:
+                with pl.deadline(2.0):
+                    trainer.step(batch)
+            except pl.DeadlineExceeded as late:
+                given_up.append(late.who)
+        assert given_up
+        assert set(given_up) == {"replica 0"}
+        assert trainer.steps == 6
+        for key, value in trainer.model.state_dict().items():
+            assert torch.equal(value, expected[key]), key
 
 
 def test_trainings_in_two_containers_do_not_meet(servers: Servers) -> None:

@@ -21,7 +21,8 @@ from paceline.central.chief.tasks import EvaluationTask
 from paceline.central.chief.tickets import Accepted, Close
 from paceline.central.container.container import Container
 from paceline.central.container.journal import Journal
-from paceline.central.container.training import ContainerTraining, Share
+from paceline.central.container.runs import ContainerRuns, Share
+from paceline.central.container.training import ContainerTraining
 from paceline.central.durability.log_journal import LogJournal
 from paceline.central.durability.recovery import keep, recover
 from paceline.central.durability.snapshot import save, waiting, whole
@@ -60,9 +61,9 @@ class Training:
         settings = Settings(replicas=2, rule=rule, durability=self.durability, timeout_s=self.timeout_s)
         self.folder = folder
         container = Container(self.name, spec, 0, settings)
-        self.share = Share(container, ContainerTraining(container, []))
+        self.share = Share(container, ContainerRuns(container, []))
         self.keep(**how)
-        self.training.state.describe([("mean", torch.zeros(3)), ("count", torch.zeros((), dtype=torch.int64))], [])
+        self.runs.extras.describe([("mean", torch.zeros(3)), ("count", torch.zeros((), dtype=torch.int64))], [])
         self.chance = torch.Generator().manual_seed(3)
         self.container.arena.parameters.view(torch.float32).normal_(generator=self.chance)
         self.container.fill()
@@ -78,8 +79,12 @@ class Training:
 
     @property
     def training(self) -> ContainerTraining:
-        assert self.share.training is not None
-        return self.share.training
+        return self.runs.latest
+
+    @property
+    def runs(self) -> ContainerRuns:
+        assert self.share.runs is not None
+        return self.share.runs
 
     def keep(self, **how: Any) -> None:
         self.container.addresses = ["127.0.0.1:1"]
@@ -153,8 +158,8 @@ class Training:
         copy = self.container.copy()
         tables = [(bits(table.weight), {k: bits(v) for k, v in table.state.items()}) for table in copy.tables]
         optimizer = {slot: {k: bits(torch.as_tensor(v)) for k, v in of.items()} for slot, of in copy.state.items()}
-        buffers = [tensor.tolist() for _, tensor in self.training.state.buffers.tensors]
-        books = msgspec.structs.replace(self.training.state.books(), next_ticket=0)
+        buffers = [tensor.tolist() for _, tensor in self.runs.extras.buffers.tensors]
+        books = msgspec.structs.replace(self.training.books(), next_ticket=0)
         return [copy.step, bits(copy.parameters), optimizer, tables, buffers, books, self.training.state.chief.rule]
 
     def killed(self) -> None:
@@ -337,6 +342,7 @@ FORGED_RECORDS: list[tuple[AnyRecord, bytes]] = [
 def forged_notes(notes: ShareNotes) -> Iterator[ShareNotes]:
     spec, chief = notes.spec, notes.chief
     assert chief is not None
+    (run,) = chief.runs
     for change in (
         {"step": -1},
         {"server": 3},
@@ -363,9 +369,12 @@ def forged_notes(notes: ShareNotes) -> Iterator[ShareNotes]:
         {"spec": replace(spec, tables=[])},
         {"spec": replace(spec, optimizer=replace(spec.optimizer, name="Nonsense"))},
         {"spec": replace(spec, optimizer=replace(spec.optimizer, groups=[]))},
-        {"chief": replace(chief, books=replace(chief.books, step=-1))},
-        {"chief": replace(chief, books=replace(chief.books, next_ticket=-1))},
-        {"chief": replace(chief, members={9: 1})},
+        {"chief": replace(chief, runs=[replace(run, books=replace(run.books, step=-1))])},
+        {"chief": replace(chief, runs=[replace(run, books=replace(run.books, next_ticket=-1))])},
+        {"chief": replace(chief, runs=[replace(run, members={9: 1})])},
+        {"chief": replace(chief, runs=[replace(run, first=1)])},
+        {"chief": replace(chief, runs=[replace(run, first=1 << 40)])},
+        {"chief": replace(chief, runs=[])},
         {"chief": replace(chief, buffers=["nowhere"])},
         {"chief": replace(chief, frozen=["nowhere"])},
     ):
@@ -444,7 +453,7 @@ def test_a_step_that_was_another_is_not_taken_for_the_last_one_again(tmp_path: P
     """As a chief would tell it that came back with an older log."""
     training = Training(tmp_path, Async())
     training.train(2)
-    last = training.training.state.last
+    last = training.runs.closer.last
     assert last is not None
     container, before = training.container, training.state()
     container.apply(last.close, last.options, last.scale)  # an answer was lost on the way

@@ -182,7 +182,7 @@ def test_a_step_that_was_decided_is_not_forgotten_by_a_new_copy(
         scale=1.0,
         chapter=(40, 4, 0),
     )
-    buffers = [memoryview(bytes(part)) for part in training.training.state.buffers.packed()]
+    buffers = [memoryview(bytes(part)) for part in training.runs.extras.buffers.packed()]
     if lost == "before":
         next_one.forgets()
     training.container.note(made, buffers)
@@ -230,7 +230,7 @@ def test_the_last_step_comes_back_for_servers_that_may_lack_it(train: Callable[.
     training = train(Async())
     training.train(2)
     training.killed()
-    last = training.training.state.whole()[1].last
+    last = training.runs.closer.last
     assert last is not None
     assert last.close.step == 3
 

@@ -29,9 +29,10 @@ from paceline.central.chief.tickets import Accepted, Close
 from paceline.central.client.client import Client, ServerAddresses
 from paceline.central.client.reader import Reader
 from paceline.central.container import presence as presence_module
+from paceline.central.container import runs as runs_module
 from paceline.central.container import training as training_module
 from paceline.central.container.container import Container
-from paceline.central.container.training import ContainerTraining, Share
+from paceline.central.container.runs import ContainerRuns, Share
 from paceline.central.durability.snapshot import whole
 from paceline.central.messages import replies, requests
 from paceline.central.messages.coding import Coding
@@ -40,15 +41,16 @@ from paceline.central.messages.records import Made, MembersChanged, PulledCopy, 
 from paceline.central.messages.settings import Settings
 from paceline.central.messages.tensor_bytes import entries_of
 from paceline.central.server import welcome as welcome_module
-from paceline.central.server.welcome import Strangers
 from paceline.central.shards import Shards, describe
 from paceline.central.tables.tables import TableSpec
 from paceline.cli.keys import make_certificate, make_keys
 from paceline.errors import PacelineError, SecurityError, Stalled
 from paceline.evaluations import EvaluationKey
 from paceline.loss_value import LossPart, MeanPart
+from paceline.net import strangers as strangers_module
 from paceline.net.frames import MAGIC, Channel
 from paceline.net.secure import Keys, proof_of
+from paceline.net.strangers import Strangers
 from paceline.rules import Sync
 
 EVALUATION = EvaluationTask(EvaluationKey(0, 1, 0, 0))
@@ -116,7 +118,7 @@ def test_who_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("limit", ["MOST_STRANGERS", "MOST_OF_ONE_ADDRESS"])
 @pytest.mark.parametrize("secure", [False, True])
 def test_strangers_lock_nobody_out(keys: Path, monkeypatch: pytest.MonkeyPatch, limit: str, secure: bool) -> None:
-    monkeypatch.setattr(welcome_module, limit, 3)
+    monkeypatch.setattr(strangers_module, limit, 3)
     ours = Keys.load(keys / "ours") if secure else None
     with running(ours) as server, contextlib.ExitStack() as stack:
         idle = [stack.enter_context(server.connect()) for _ in range(3)]
@@ -130,7 +132,7 @@ def test_strangers_lock_nobody_out(keys: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_crowd_of_one_address_takes_no_place_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(welcome_module, "MOST_STRANGERS", 3)
+    monkeypatch.setattr(strangers_module, "MOST_STRANGERS", 3)
     strangers, pairs = Strangers(), [socket.socketpair() for _ in range(4)]
     for (here, _), address in zip(pairs, ("10.0.0.1", "10.0.0.2", "10.0.0.2", "10.0.0.3"), strict=True):
         strangers.add(here, address)
@@ -406,6 +408,7 @@ def sensible(address: str) -> list[tuple[Any, int]]:
         (requests.Stop(container="fuzz"), 0),
         (requests.Leave(**about), 0),
         (requests.Copy(container="fuzz", to="copied"), 0),
+        (requests.Vacate(container="fuzz", places=[1]), 0),
         (requests.Drop(container="fuzz"), 0),
         (requests.Containers(), 0),
         *kept(named, optimizer),
@@ -417,9 +420,9 @@ def kept(named: list[tuple[str, nn.Parameter, int]], optimizer: torch.optim.Opti
     spec = describe(named, optimizer, 2, [TableSpec("rows", 10, 4, 0, True)])
     container = Container("fuzz", spec, 0, Settings(replicas=2, durability="replica"))
     container.addresses = ["127.0.0.1:1", "127.0.0.1:2"]
-    training = ContainerTraining(container, [])
-    training.state.chief.begin(0, 8, 4, 0)
-    tensors, notes = whole(Share(container, training))
+    runs = ContainerRuns(container, [])
+    runs.latest.state.chief.begin(0, 8, 4, 0)
+    tensors, notes = whole(Share(container, runs))
     whose: dict[str, Any] = {"container": "fuzz", "server": 0, "incarnation": 5}
     close = Close(0, 0, 4, 0.5, [Accepted(1, 0, 1.0, 4, 0, 0, [(0, 4)])])
     records = [
@@ -538,8 +541,9 @@ class FuzzSession:
 @pytest.mark.parametrize("examples", [120, pytest.param(400, marks=pytest.mark.soak)])
 def test_no_request_brings_a_server_down(examples: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_module, "ANSWER_WITHIN_S", 0.01)
-    for module in (training_module, presence_module):
-        monkeypatch.setattr(module, "GRACE_S", 0.01)
+    monkeypatch.setattr(presence_module, "GRACE_S", 0.01)
+    for patience in ("LEAVE_WITHIN_S", "FILL_WITHIN_S", "RETURN_WITHIN_S"):
+        monkeypatch.setattr(runs_module, patience, 0.01)
     process = psutil.Process()
     with running() as server, contextlib.closing(FuzzSession(server)) as session:
         model = Model()

@@ -79,9 +79,9 @@ def said(server: Server, capfd: pytest.CaptureFixture[str]) -> Said:
 def test_list_is_a_line_a_container(said: Said, server: Server) -> None:
     with contextlib.closing(made(server, "another", nn.Linear(500, 500))):
         lines = [line.split() for line in said("list").splitlines()]
-        assert lines[0] == ["name", "step", "size", "tensors", "optimizer", "replicas", "rule", "loss"]
-        assert lines[1] == ["another", "0", "1.0", "MB", "2", "Adam", "1", "sync", "-"]
-        assert lines[2] == ["digits", "0", "448", "B", "6", "Adam", "1", "sync", "-"]
+        assert lines[0] == ["name", "step", "size", "tensors", "optimizer", "runs", "replicas", "rule", "loss"]
+        assert lines[1] == ["another", "0", "1.0", "MB", "2", "Adam", "1", "1", "sync", "-"]
+        assert lines[2] == ["digits", "0", "448", "B", "6", "Adam", "1", "1", "sync", "-"]
         assert [listed["name"] for listed in json.loads(said("list", "--json"))] == ["another", "digits"]
 
 

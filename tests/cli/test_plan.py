@@ -81,6 +81,19 @@ def test_a_calibration_of_another_machine_is_used_with_a_warning(capsys: pytest.
     assert "`paceline calibrate`" in said
 
 
+def test_a_calibration_that_was_made_beside_other_programs_is_used_with_a_warning(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from paceline.cli.plan import find_calibration
+
+    for load, said in ((0.1, ""), (1.3, "other programs used 1.3 cores while this machine was calibrated")):
+        write(calibration(load=load), Path("busy.json"))
+        find_calibration("busy.json")
+        found = capsys.readouterr().err
+        assert said in found
+        assert ("other programs" in found) == bool(said)
+
+
 def test_a_script_without_a_trainer_is_told_how_to_add_one(capsys: pytest.CaptureFixture[str]) -> None:
     Path("train.py").write_text("print('no trainer here')")
     said = refused(capsys, "plan", "train.py")

@@ -53,11 +53,11 @@ SENTENCES = {
     "run train.py --replicas 0": "replicas is '0': give a whole number from 1 up",
     "run train.py --replicas 2.5": "replicas is '2.5': give a whole number from 1 up",
     "run train.py --replicas ٣": "replicas is '٣': give a whole number from 1 up",
-    "run train.py --replicas 5000": "replicas is 5000: give at most 2047 a host",
+    "run train.py --replicas 5000": "replicas is 5000: give at most 2031 a host",
     "run train.py --replicas 3 --nproc-per-node 2": (
         "nproc-per-node is 2: on 1 host(s) that makes 2 but --replicas says 3, give only one"
     ),
-    "run train.py --wire bf61": "wire is 'bf61': give one of bf16, fp16, fp32, int8",
+    "run train.py --wire bf61": "wire is 'bf61': give one of fp32, bf16, fp16, int8, topk:SHARE",
     "run train.py --batchnorm global": "batchnorm is 'global': give one of local, exact",
     "run train.py --exchange mpi": "exchange is 'mpi': give one of auto, shared, collective",
     "run train.py --timeout never": "timeout is 'never': give a number of seconds above 0",
@@ -79,7 +79,20 @@ SENTENCES = {
     "run train.py --rdzv-endpoint a:1 --master-addr b": ("master-addr is 'b': --rdzv-endpoint says a:1, give only one"),
     "run train.py --nnodes 2 --replicas 3": ("replicas is 3: give a multiple of 2, as many to each of the 2 hosts"),
     "run train.py --nnodes 2 --on-failure restart": (
-        "on-failure is 'restart': between several hosts no death is survived yet: give stop"
+        "on-failure is 'restart': mirrored replicas of several hosts are not started again so far"
+    ),
+    "run train.py --secure --servers 1": "secure is 'set': nothing leaves this host, leave it out, or give --nnodes",
+    "run train.py --emulate hosts=2,link=1gbit --secure": (
+        "secure is 'set': gradients of mirrored replicas travel by torch.distributed, which has no TLS"
+    ),
+    "run train.py --nnodes 2 --secure --servers 1": (
+        "secure is 'set': its keys are made of a secret that every host has, give it with --token"
+    ),
+    "run train.py --nnodes 2 --servers 1 --keys keys --secure": (
+        "secure is 'set': these --keys are used, and it would make others, give only one"
+    ),
+    "run train.py --nnodes 2 --every 8 --on-failure continue": (
+        "on-failure is 'continue': between several hosts no death is survived with --every, where each host has steps"
     ),
     "run train.py --replicas 2 --exchange collective --on-failure restart": (
         "on-failure is 'restart': replicas that use collectives survive no death: give stop"
@@ -142,6 +155,11 @@ SENTENCES = {
     "run train.py --emulate hosts=2,link=1gbit --replicas 2 --stages 2 --every 8": (
         "every is 8: hosts exchange the gradients of a cut model at each step so far"
     ),
+    "run train.py --servers 1 --batchnorm exact": "batchnorm is 'exact': with servers statistics are local, leave it",
+    "run train.py --servers 1 --async --accept 1": (
+        "accept is '1': it belongs to sync updates, leave out --async and --bounded"
+    ),
+    "run train.py --servers 1 --stale scale": "stale is 'scale': gradients are stale with --async only, add it",
     "run train.py --servers 5000": "servers is 5000: give at most 1024",
     "run train.py --servers 1024": "servers is 1024: torch alone takes",
     "run train.py --servers 2 --accept ²": "accept is '²': give a number of replicas, or auto",
@@ -155,7 +173,7 @@ SENTENCES = {
     f"run {'s' * 5000}": "script is 'ssss",
     f"run train.py --replicas {'9' * 5000}": "replicas is '9999",
     "run train.py --stages 2 --cut-at ": "cut-at is '': give names of modules, such as blocks.2,blocks.4",
-    "verify train.py --replicas 100000": "replicas is 100000: give at most 2047 a host",
+    "verify train.py --replicas 100000": "replicas is 100000: give at most 2031 a host",
     "verify train.py --replicas 2000": "replicas is 2000: torch alone takes",
     "run train.py --emulate hosts=2": "emulate is 'hosts=2': link is missing, write it as hosts=2,link=1gbit",
     "run train.py --emulate hosts=2,link=1gbit --nnodes 2": (
@@ -257,6 +275,7 @@ def test_the_configuration_says_of_each_value_where_it_came_from() -> None:
         "wire": {"value": "fp32", "from": "default", "not_used": "no gradient crosses a link"},
         "batchnorm": {"value": "exact", "from": "default"},
         "every": {"value": 1, "from": "default", "not_used": "no gradient crosses a link"},
+        "outer_lr": {"value": 1.0, "from": "default", "not_used": "hosts make no steps by themselves"},
         "exchange": {"value": "auto", "from": "default"},
         "timeout_s": {"value": 30.0, "from": "flag"},
         "servers_on": {"value": None, "from": "default"},
@@ -271,8 +290,23 @@ def test_the_configuration_says_of_each_value_where_it_came_from() -> None:
         "host": {"value": 0, "from": "default", "not_used": "there is one host"},
         "rendezvous": {"value": None, "from": "default"},
         "emulate": {"value": None, "from": "default"},
+        "lost_after_s": {
+            "value": 20.0,
+            "from": "default",
+            "not_used": "supervisors of several hosts do not meet here",
+        },
         **{
-            name: {"value": None, "from": "default"} for name in ("until", "goes_on", "longest_s", "most_steps", "slow")
+            name: {"value": None, "from": "default"}
+            for name in (
+                "until",
+                "goes_on",
+                "longest_s",
+                "most_steps",
+                "operation_timeout_s",
+                "slow",
+                "devices",
+                "secure",
+            )
         },
     }
     assert set(config["versions"]) == {"python", "torch", "paceline"}
@@ -306,6 +340,8 @@ def test_the_summary_is_the_last_line_on_stdout() -> None:
         "samples": 0,
         "found": {},
         "bytes_sent": 0,
+        "saved": None,
+        "kept": [],
         **dict.fromkeys(("target", "stopped_by", "late", "dropped", "staleness", "thrown_away")),
     }
 

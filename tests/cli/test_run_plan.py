@@ -14,10 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.cli import SUBCOMMANDS, Parser, main, run
+from paceline.cli.engine_flags import ENGINE_FLAGS
 from paceline.cli.run import not_used
 from paceline.cli.run_plan import RunPlan, resolve
 from paceline.errors import InvalidInput, StrategyError
 
+ON_ENGINE = ("--on", "slurm", "--nnodes", "2", "--replicas", "2")
 EMULATED = ("--emulate", "hosts=2,link=1gbit", "--replicas", "2")
 # A value that is not the default, for every flag that takes one.
 VALUES = {
@@ -25,9 +27,13 @@ VALUES = {
     "--nproc-per-node": "1",
     "--wire": "bf16",
     "--every": "8",
+    "--lost-after": "5.0",
+    "--outer-momentum": "0.9",
+    "--outer-lr": "0.7",
     "--batchnorm": "local",
     "--exchange": "collective",
     "--timeout": "7.5",
+    "--operation-timeout": "2.5",
     "--mesh": "model=2",
     "--layout": "hidden=model",
     "--stages": "2",
@@ -64,19 +70,37 @@ VALUES = {
     "--master-addr": "10.0.0.9",
     "--master-port": "29511",
     "--emulate": "hosts=2,link=10gbit",
+    "--devices": "cuda:0,cuda:1",
+    "--on": "slurm",
+    "--cores-per-node": "3",
+    "--gpus-per-node": "1",
+    "--runtime-env": '{"working_dir": "."}',
+    "--srun": "partition=gpu",
+    "--image": "train:1",
+    "--manifest": "trainjob",
     "--run-folder": "elsewhere",
 }
+_OF_ENGINES = tuple(f"--{name.replace('_', '-')}" for name in ENGINE_FLAGS)
 # What works on one host only, so far.
 REFUSED = {
     *("--layout", "--micro-batches", "--schedule", "--cut-at", "--time-block"),  # of a cut that was not asked for
-    *("--only", "--in-graph", "--join", "--container"),
+    *("--only", "--in-graph", "--join", "--container", "--operation-timeout"),
     "--master-port",  # without an address
+    *_OF_ENGINES,
+}
+REFUSED_ON_ENGINES = {
+    *("--layout", "--micro-batches", "--schedule", "--cut-at", "--time-block", "--only", "--in-graph"),
+    *("--node-rank", "--rdzv-endpoint", "--master-addr", "--master-port", "--emulate"),  # which the engine says
+    *("--runtime-env", "--image", "--manifest"),  # of others than Slurm
+    "--container",  # of servers that were not named
+    "--operation-timeout",  # of several hosts
 }
 _SERVED = ("--servers", "2")
 WITH = {
     **dict.fromkeys(("--accept", "--async", "--bounded", "--warmup-steps", "--warmup-epochs"), _SERVED),
-    **dict.fromkeys(("--durability", "--servers-on", "--token", "--keys", "--in-graph"), _SERVED),
+    **dict.fromkeys(("--durability", "--servers-on", "--token", "--keys", "--secure", "--in-graph"), _SERVED),
     **dict.fromkeys(("--stale", "--stale-lr"), (*_SERVED, "--async")),
+    **dict.fromkeys(("--outer-momentum", "--outer-lr"), ("--every", "8")),
     "--mesh": ("--layout", "hidden=model"),
     "--goes-on": ("--until", "loss<=0.5"),
     "--join": ("--token", "token", "--container", "digits"),
@@ -126,10 +150,62 @@ def test_an_emulated_host_resolves_the_plan_of_its_maker_whatever_flag_was_given
         assert plan_of(*words) == plan == replace(outer, **own, quiet=outer.quiet or host == 1)
 
 
+@pytest.mark.parametrize("flag", sorted(FLAGS))
+def test_a_host_of_an_engine_resolves_the_plan_of_its_driver_whatever_flag_was_given(flag: str) -> None:
+    typed = [flag, VALUES[flag]] if FLAGS[flag] else [flag]
+    arguments = ["train.py", *ON_ENGINE, *typed, *WITH.get(flag, ())]
+    if flag in REFUSED_ON_ENGINES:
+        with pytest.raises(StrategyError):
+            plan_of(*arguments)
+        return
+    outer = plan_of(*arguments)
+    for host in range(2):
+        plan = outer.on_engine_host(host, "10.0.0.1:29500", "folder")
+        words = plan.command()[1:-3]
+        if outer.meets and outer.token is None and outer.keys is None:
+            words = ["--token", "written-there", *words]  # by the agent
+            plan = replace(plan, token="written-there")
+        own: dict[str, Any] = {"host": host, "rendezvous": "10.0.0.1:29500", "run_folder": "folder"}
+        own |= dict.fromkeys(ENGINE_FLAGS)
+        own |= {"quiet": True, "json": False} if host else {}
+        assert plan_of(*words) == plan == replace(outer, **own, token=plan.token)
+
+
+HOSTS = "--nnodes 2 --node-rank 0 --rdzv-endpoint 10.0.0.1:29500 --replicas 4"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--every 8", "every is 8: replicas of one host share memory and send nothing"),
+        ("--gossip", "gossip is 'set': replicas of one host share memory and send nothing"),
+        ("--outer-lr 0.7 --every 8", "every is 8: replicas of one host share memory and send nothing"),
+        (f"{HOSTS} --outer-momentum 0.9", "outer-momentum is 0.9: it is of steps that hosts make by themselves, add"),
+        (f"{HOSTS} --outer-lr 0.7", "outer-lr is 0.7: it is of steps that hosts make by themselves, add --every"),
+        (f"{HOSTS} --every 8 --outer-momentum 1", "outer-momentum is 1.0: give a number from 0 up to, but not, 1"),
+        (f"{HOSTS} --every 8 --outer-lr 11", "outer-lr is 11.0: give a number above 0, up to 10"),
+        (f"{HOSTS} --gossip --outer-lr 0.7", "outer-lr is 0.7: no step is made of what all hosts have come to, leave"),
+        (f"{HOSTS} --gossip --wire bf16", "wire is 'bf16': neighbours exchange the parameters themselves, give fp32"),
+        (f"{HOSTS} --every 8 --wire powersgd:4", "wire is 'powersgd:4': it is of gradients, and --every sends none"),
+        (f"{HOSTS} --gossip --stages 2", "gossip is 'set': hosts exchange the gradients of a cut model at each step"),
+        (f"{HOSTS} --wire powersgd:4 --stages 2", "wire is 'powersgd:4': matrices of a cut model lie in parts"),
+        (f"{HOSTS} --servers 2 --token t --gossip", "gossip is 'set': with servers replicas push at each step"),
+        ("--servers 1 --wire topk:0.01", "wire is 'topk:0.01': what it owes would not be in checkpoints of servers"),
+        ("--servers 1 --wire powersgd:2", "wire is 'powersgd:2': what it owes would not be in checkpoints of servers"),
+        ("--replicas 2 --wire topk", "wire is 'topk': give the share of the values that travels"),
+    ],
+)
+def test_what_does_not_go_together_between_hosts_is_refused(line: str, said: str) -> None:
+    with pytest.raises(StrategyError) as caught:
+        plan_of("train.py", *line.split())
+    assert str(caught.value).startswith(said)
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
         ("--replicas 2 --wire bf16", "wire bf16 (no gradient crosses a link)"),
+        ("--replicas 2 --wire powersgd:4", "wire powersgd:4 (no gradient crosses a link)"),
         ("--replicas 2 --wire bf16 --exchange collective", ""),
         ("--replicas 2 --servers 1 --wire bf16", "wire bf16 (no gradient crosses a link)"),
         ("--replicas 2 --servers 1 --wire bf16 --exchange tcp", ""),

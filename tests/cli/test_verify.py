@@ -159,6 +159,7 @@ def verdict_of(run: Ended) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.soak
 def test_a_tied_embedding_under_adamw_with_servers_is_that_of_one_process_however_long(verify: Verify) -> None:
     run = verify(TIED, "--replicas 3 --servers 2 --steps 24 --json")
     assert run.code == 0, run.out + run.err
@@ -188,6 +189,7 @@ def test_what_evaluate_and_a_predictor_give_is_compared(verify: Verify) -> None:
     assert "after step 0: prediction/0 differs by" in run.out
 
 
+@pytest.mark.soak
 def test_what_one_process_is_predicted_is_compared(verify: Verify) -> None:
     asking = script(after="trainer.predict(x) if trainer.chief else None")
     run = verify(asking, "--replicas 2 --servers 1 --steps 3 --json")
@@ -199,6 +201,7 @@ def test_what_one_process_is_predicted_is_compared(verify: Verify) -> None:
     assert "after step 0: prediction/0 differs by" in run.out
 
 
+@pytest.mark.soak
 def test_what_a_loss_logs_is_compared(verify: Verify) -> None:
     logging = script(loss='{"loss": F.cross_entropy(model(batch[0]), batch[1]), "seen": trainer.replicas}')
     run = verify(logging, "--replicas 2 --steps 2")
@@ -259,12 +262,14 @@ def test_a_stream_is_asked_for_the_batch_in_hand(verify: Verify, loss: str) -> N
     assert "with the loss in eval mode" in run.out
 
 
+@pytest.mark.soak
 def test_a_model_without_a_loss_in_eval_mode_is_compared_without_it(verify: Verify) -> None:
     run = verify(script(loss="F.cross_entropy(model(batch[0]), batch[1]) if model.training else 1 / 0"), "--replicas 2")
     assert run.code == 0, run.out + run.err
     assert run.out.endswith("; no loss in eval mode was compared (ZeroDivisionError: division by zero)\n")
 
 
+@pytest.mark.soak
 def test_a_script_that_narrows_itself_is_told_with_the_tolerance(verify: Verify) -> None:
     run = verify(script(forward="self.body(x).float() * 3"), "--replicas 2")
     assert run.code == 0, run.out + run.err
@@ -272,6 +277,7 @@ def test_a_script_that_narrows_itself_is_told_with_the_tolerance(verify: Verify)
     assert "; the script itself computes in float32: 0.0001 is tolerated there" in run.out
 
 
+@pytest.mark.soak
 def test_a_script_that_cannot_be_widened_is_compared_as_it_is_and_told_why(verify: Verify) -> None:
     fixed = script(forward="self.body(x.float())")
     run = verify(fixed, "--replicas 2 --json")
@@ -300,6 +306,7 @@ def test_what_cannot_be_is_refused_before_anything_is_started(verify: Verify, fl
     assert (run.code, run.out, run.err) == (2, "", f"paceline: {sentence}\n")
 
 
+@pytest.mark.soak
 def test_a_wire_of_float32_is_compared_in_float32_and_is_different(verify: Verify) -> None:
     run = verify(script(), "--replicas 2 --exchange collective --wire bf16 --steps 1")
     assert run.code == 1

@@ -11,27 +11,32 @@ import argparse
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 from checksum import checksum
 from models import MODELS, Case
+from torch import nn
 
 import paceline as pl
+import paceline.central.replica.opening as replica_opening
+import paceline.mirrored.opening as mirrored_opening
 from paceline.run_place import PLACE_VARIABLE, Place, Recording, find_place
 
 EPOCHS = 2
 SAVE_AFTER = 2  # updates
 ALL_STEPS = 1000
+AS_IF = "as-if"  # it were a device: the model stays on the CPU, and everybody takes that for an accelerator
 
 
 def train(name: str, options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     case = MODELS[name]()
     trainer = pl.Trainer(
-        case.model,
+        case.model if options.device is None else moved(case, options.device),
         case.optimizer,
-        case.loss,
+        case.loss if options.device is None else lambda model, batch: case.loss(model, on(options.device, batch)),
         scheduler=case.scheduler,
         clip_norm=case.clip_norm,
         accumulate=options.accumulate,
@@ -65,11 +70,34 @@ def predict_alone(trainer: pl.Trainer, case: Case, *, everywhere: bool = False) 
     place, before = find_place(), [module.training for module in case.model.modules()]
     found = []
     if everywhere or trainer.chief or place.rank == place.world - 1:
-        answer = trainer.predict(case.asked[:3] if case.asked is not None else case.data[0][:3])
+        asked = case.asked[:3] if case.asked is not None else case.data[0][:3]
+        answer = trainer.predict(on(next(case.model.parameters()).device, asked))
         assert not answer.requires_grad
         found.append(answer.flatten().tolist())
     assert [module.training for module in case.model.modules()] == before
     return found
+
+
+def moved(case: Case, device: str) -> nn.Module:
+    """The model on that device. Some have other parameters there, of which the optimizer is told."""
+    before = list(case.model.parameters())
+    if device == AS_IF:
+        for opening in (mirrored_opening, replica_opening):
+            opening.device_of = lambda model: torch.device("xla:0")  # type: ignore[attr-defined]
+    else:
+        if device.startswith("xla"):
+            import torch_xla  # noqa: F401, which makes the device known to torch
+        case.model.to(device)
+    there = dict(zip(before, case.model.parameters(), strict=True))
+    for group in case.optimizer.param_groups:
+        group["params"] = [there[parameter] for parameter in group["params"]]
+    return case.model
+
+
+def on(device: str | torch.device, batch: Any) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch if device == AS_IF else batch.to(device)
+    return type(batch)(on(device, part) for part in batch) if isinstance(batch, tuple | list) else batch
 
 
 def record_into(folder: Path, place: Place) -> None:
@@ -85,6 +113,7 @@ def main() -> None:
     parser.add_argument("--record", type=Path)
     parser.add_argument("--save", type=Path)
     parser.add_argument("--resume", type=Path)
+    parser.add_argument("--device", help="that the models are on")
     parser.add_argument("--accumulate", type=int, default=1)
     options = parser.parse_args()
     place = find_place()

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.ensemble.combining import Combination, How, Kind
+from paceline.combining import Combination, How, Kind
+from paceline.ensemble.combining import combined, stacked_by
 from paceline.ensemble.paired_test import compare_pairs, mcnemar, paired_bootstrap
 from paceline.ensemble.stacking import fit_weights
 
@@ -28,8 +29,8 @@ def test_logits_combine_to_the_logits_of_what_probabilities_combine_to(
     shape: tuple[int, int, int], seed: int, how: How
 ) -> None:
     weights = tuple(range(1, shape[0] + 1)) if how in ("weighted", "stacked") else None
-    of_logits = Combination(how, "logits", weights=weights).of(answers(shape, seed))
-    of_shares = Combination(how, "probabilities", weights=weights).of(answers(shape, seed, "probabilities"))
+    of_logits = combined(Combination(how, "logits", weights=weights), answers(shape, seed))
+    of_shares = combined(Combination(how, "probabilities", weights=weights), answers(shape, seed, "probabilities"))
     assert torch.allclose(of_logits.softmax(-1), of_shares, atol=1e-9)
     assert torch.allclose(of_shares.sum(-1), torch.ones(shape[1], dtype=torch.float64))
 
@@ -42,7 +43,7 @@ def test_the_order_of_members_does_not_matter(shape: tuple[int, int, int], seed:
     weights = tuple(float(member + 1) for member in range(shape[0]))
     for how in ("mean", "majority", "weighted"):
         made = Combination(how, weights=weights if how == "weighted" else None)  # type: ignore[arg-type]
-        assert torch.allclose(made.of(given_in), made.of([given_in[at] for at in order], order))
+        assert torch.allclose(combined(made, given_in), combined(made, [given_in[at] for at in order], order))
 
 
 @given(shapes, st.integers(0, 99), st.sampled_from(["mean", "majority", "stacked"]))
@@ -50,10 +51,10 @@ def test_the_order_of_members_does_not_matter(shape: tuple[int, int, int], seed:
 def test_members_that_agree_are_what_each_of_them_is(shape: tuple[int, int, int], seed: int, how: How) -> None:
     one = answers((1, *shape[1:]), seed)[0]
     weights = (1 / shape[0],) * shape[0] if how == "stacked" else None
-    combined = Combination(how, weights=weights).of([one] * shape[0])
-    assert torch.equal(combined.argmax(-1), one.argmax(-1))
+    together = combined(Combination(how, weights=weights), [one] * shape[0])
+    assert torch.equal(together.argmax(-1), one.argmax(-1))
     if how != "majority":
-        assert torch.allclose(combined.softmax(-1), one.softmax(-1))
+        assert torch.allclose(together.softmax(-1), one.softmax(-1))
 
 
 @given(shapes, st.integers(0, 99))
@@ -61,9 +62,9 @@ def test_members_that_agree_are_what_each_of_them_is(shape: tuple[int, int, int]
 def test_equal_weights_are_the_mean_and_one_weight_is_that_member(shape: tuple[int, int, int], seed: int) -> None:
     given_in = answers(shape, seed)
     for kind in ("logits", "values"):
-        mean = Combination("mean", kind).of(given_in)  # type: ignore[arg-type]
-        assert torch.allclose(Combination("weighted", kind, weights=(2.0,) * shape[0]).of(given_in), mean)  # type: ignore[arg-type]
-    only = Combination("weighted", "values", weights=(1.0,) + (0.0,) * (shape[0] - 1)).of(given_in)
+        mean = combined(Combination("mean", kind), given_in)  # type: ignore[arg-type]
+        assert torch.allclose(combined(Combination("weighted", kind, weights=(2.0,) * shape[0]), given_in), mean)  # type: ignore[arg-type]
+    only = combined(Combination("weighted", "values", weights=(1.0,) + (0.0,) * (shape[0] - 1)), given_in)
     assert torch.allclose(only, given_in[0])
 
 
@@ -74,16 +75,23 @@ def test_the_majority_has_most_votes(votes: list[list[int]]) -> None:
     shares = [torch.nn.functional.one_hot(one, 4).double() for one in labels]
     for sample in range(3):
         counts = [sum(one[sample] == label for one in votes) for label in range(4)]
-        winner = Combination("majority", "probabilities").of(shares).argmax(-1)[sample]
+        winner = combined(Combination("majority", "probabilities"), shares).argmax(-1)[sample]
         assert counts[int(winner)] == max(counts)
-        assert counts[int(Combination("majority", "labels").of(labels)[sample])] == max(counts)
+        assert counts[int(combined(Combination("majority", "labels"), labels)[sample])] == max(counts)
 
 
 def test_classes_along_another_dim() -> None:
     images = [torch.randn(2, 3, 4, 5) for _ in range(3)]
-    combined = Combination(class_dim=1).of(images)
-    moved = Combination().of([image.movedim(1, -1) for image in images])
-    assert torch.allclose(combined, moved.movedim(-1, 1))
+    together = combined(Combination(class_dim=1), images)
+    moved = combined(Combination(), [image.movedim(1, -1) for image in images])
+    assert torch.allclose(together, moved.movedim(-1, 1))
+
+
+@pytest.mark.parametrize("kind", ["logits", "probabilities", "values"])
+def test_what_weights_are_fitted_with_is_what_they_are_used_for(kind: Kind) -> None:
+    given_in, weights = answers((3, 4, 5), 7, kind), (0.7, -0.2, 1.1)
+    fitted = stacked_by(torch.stack(given_in), torch.tensor(weights, dtype=torch.float64), kind, -1)
+    assert torch.allclose(combined(Combination("stacked", kind, weights=weights), given_in), fitted, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["logits", "values"])

@@ -22,7 +22,7 @@ class Replicas:
 
     def __init__(self, count: int) -> None:
         layout = FlatLayout.plan([("weight", torch.zeros(4), 0)], owners=count)
-        sizes = Sizes(count, (64,), scratch_bytes=4096, buffer_bytes=0, several_hosts=False)
+        sizes = Sizes(count, (64,), scratch_bytes=4096, buffer_bytes=0)
         arena = ModelArena.create(layout, sizes)
         self.board = Board.create(count, supervised=True)
         self.sums = [SharedSums(Together(self.board, rank, timeout_s=10.0), arena) for rank in range(count)]

@@ -11,14 +11,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.errors import StrategyError
-from paceline.exchange import WIRES
-from paceline.exchange.wire import Feedback, Wire, wire
+from paceline.exchange.feedback import Feedback
+from paceline.exchange.top_values import TopWire
+from paceline.exchange.wire import wire
+from paceline.exchange.wire_format import Wire
+from paceline.exchange.wire_names import WIRES
 
-ALL = [wire(name) for name in WIRES]
+ALL = [wire(name) for name in (*WIRES, "topk:0.01", "topk:0.3")]
 BLOCK = 1024
 PIECE = 256 * 1024
 # Lengths around every seam there is: nothing, one value, the four-byte padding, a block, several blocks.
-LENGTHS = st.sampled_from([0, 1, 2, 3, 4, 5, 1023, 1024, 1025, 2048, 3001])
+LENGTHS = st.sampled_from([0, 1, 2, 3, 4, 5, 1023, 1024, 1025, 2048, 4095, 4096, 4097, 9001])
 
 properties = settings(max_examples=40, deadline=None)
 every_wire = pytest.mark.parametrize("coding", ALL, ids=lambda coding: coding.name)
@@ -62,15 +65,30 @@ def largest_of_its_block(values: Tensor) -> Tensor:
 def test_an_unknown_wire_is_answered_with_all_wires_and_the_nearest() -> None:
     with pytest.raises(StrategyError) as caught:
         wire("int4")
-    expected = "wire is 'int4': give one of fp32, bf16, fp16, int8 (did you mean int8?)"
-    assert str(caught.value) == expected
-    with pytest.raises(StrategyError, match=r"^wire is 'zip': give one of fp32, bf16, fp16, int8$"):
+    names = "fp32, bf16, fp16, int8, topk:SHARE (such as topk:0.01), powersgd:RANK (such as powersgd:4)"
+    assert str(caught.value) == f"wire is 'int4': give one of {names} (did you mean int8?)"
+    with pytest.raises(StrategyError) as caught:
         wire("zip")
+    assert str(caught.value) == f"wire is 'zip': give one of {names}"
 
 
-def test_each_wire_is_found_by_its_name_and_only_int8_asks_for_feedback() -> None:
+@pytest.mark.parametrize("name", ["topk", "topk:", "topk:0", "topk:0.6", "topk:nan", "topk:-1", "topk:x", "topk:0.1:2"])
+def test_a_share_that_is_none_is_refused(name: str) -> None:
+    with pytest.raises(StrategyError) as caught:
+        wire(name)
+    assert str(caught.value) == f"wire is {name!r}: give the share of the values that travels, up to 0.5: topk:0.01"
+
+
+@pytest.mark.parametrize("name", ["powersgd", "powersgd:", "powersgd:0", "powersgd:257", "powersgd:1.5", "powersgd:-1"])
+def test_a_rank_that_is_none_is_refused(name: str) -> None:
+    with pytest.raises(StrategyError) as caught:
+        wire(name)
+    assert str(caught.value) == f"wire is {name!r}: give the rank of what travels, from 1 to 256: powersgd:4"
+
+
+def test_each_wire_is_found_by_its_name_and_only_those_that_lose_much_ask_for_feedback() -> None:
     assert {name: wire(name).name for name in WIRES} == {name: name for name in WIRES}
-    assert [coding.name for coding in ALL if coding.lossy] == ["int8"]
+    assert [coding.name for coding in ALL if coding.lossy] == ["int8", "topk:0.01", "topk:0.3"]
 
 
 def test_bytes_on_the_link_are_what_the_format_says() -> None:
@@ -147,6 +165,10 @@ def test_a_diverged_value_is_seen_at_the_other_end(coding: Wire, bad: float, pos
     values = torch.linspace(-1, 1, 2051)
     values[position] = bad
     received = round_trip(coding, values)
+    if isinstance(coding, TopWire):  # no other value is touched
+        assert received.isfinite().sum() == 2050
+        torch.testing.assert_close(received[position], torch.tensor(bad), equal_nan=True)
+        return
     first = position // coding.block * coding.block
     struck = torch.zeros(2051, dtype=torch.bool)
     struck[first : first + coding.block] = True
@@ -177,22 +199,71 @@ def test_decode_add_gives_the_bits_of_decode_then_add(coding: Wire, values: Tens
 
 @every_wire
 def test_pieces_of_whole_blocks_make_the_bytes_of_the_whole(coding: Wire) -> None:
-    elements = PIECE + 5 * BLOCK + 7  # past the piece that is worked on at once, and a short block at the end
+    block = max(BLOCK, coding.block)
+    elements = PIECE + 5 * block + 7  # past the piece that is worked on at once, and a short block at the end
     values = torch.randn(elements, generator=torch.Generator().manual_seed(0))
-    cuts = [0, 3 * BLOCK, 4 * BLOCK, PIECE + BLOCK, elements]
+    cuts = [0, 3 * block, 4 * block, PIECE + block, elements]
     pieces = [encoded(coding, values[a:b]) for a, b in pairwise(cuts)]
     whole = encoded(coding, values)
     assert torch.equal(torch.cat(pieces), whole)
     received = decoded(coding, whole, elements)
-    assert (received - values).abs().max() <= values.abs().max() / 127 * 0.501
+    if not isinstance(coding, TopWire):
+        assert (received - values).abs().max() <= values.abs().max() / 127 * 0.501
     total = values.clone()
     coding.decode_add(whole, total)
     assert torch.equal(total, values + received)
 
 
+@properties
+@given(values_of(), st.sampled_from([0.001, 0.01, 0.25, 0.5]))
+def test_topk_delivers_the_largest_of_each_block_as_they_are_and_nothing_else(values: Tensor, share: float) -> None:
+    coding = TopWire(f"topk:{share}", share)
+    received = round_trip(coding, values)
+    for start in range(0, values.numel(), coding.block):
+        block, got = values[start : start + coding.block], received[start : start + coding.block]
+        kept = got != 0
+        assert torch.equal(got[kept], block[kept])
+        count = min(coding.kept(block.numel()), int((block != 0).sum()))
+        assert int(kept.sum()) == count
+        assert not count or block[kept].abs().min() >= block[~kept].abs().max() if (~kept).any() else True
+
+
+@every_wire
+@properties
+@given(values=values_of(-12, 12))
+def test_what_the_receiver_lacks_is_what_is_left(coding: Wire, values: Tensor) -> None:
+    rest, coded = values.clone(), encoded(coding, values)
+    again = torch.empty_like(coded)
+    coding.encode_rest(rest, again)
+    assert torch.equal(again, coded)
+    assert torch.equal(rest, values - decoded(coding, coded, values.numel()))
+
+
+@pytest.mark.parametrize("name", ["int8", "topk:0.01", "topk:0.3"])
+@properties
+@given(values=values_of(-3, 3), factors=st.lists(st.floats(-2, 2), min_size=1, max_size=12), seed=st.integers(0, 99))
+def test_feedback_sums_to_the_truth_also_when_steps_are_dropped(
+    name: str, values: Tensor, factors: list[float], seed: int
+) -> None:
+    coding, elements = wire(name), values.numel()
+    feedback = Feedback(elements, coding)
+    coded = torch.empty(coding.encoded_bytes(elements), dtype=torch.uint8)
+    given_sum, received_sum = (torch.zeros(elements, dtype=torch.float64) for _ in range(2))
+    for number, factor in enumerate(factors):
+        feedback.encode(factor * values, coded)
+        if (number * 7 + seed) % 3 == 0:  # nobody got it
+            feedback.rollback()
+            continue
+        feedback.commit()
+        given_sum += factor * values
+        received_sum += decoded(coding, coded, elements)
+    bound = 4 * len(factors) ** 2 * largest_of_its_block(values) * 2**-23
+    assert ((given_sum - received_sum - feedback.residual).abs() <= bound.double()).all()
+
+
 @every_wire
 def test_a_buffer_of_the_wrong_size_is_not_filled_by_broadcasting(coding: Wire) -> None:
-    coded = torch.zeros(coding.encoded_bytes(64), dtype=torch.uint8)
+    coded = torch.zeros(coding.encoded_bytes(1000), dtype=torch.uint8)
     for work in (coding.encode, lambda values, coded: coding.decode(coded, values)):
         with pytest.raises(AssertionError):
             work(torch.ones(1), coded)

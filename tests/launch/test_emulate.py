@@ -63,10 +63,10 @@ time.sleep(60)
             "hosts=2,hosts=3,link=1gbit",
             "emulate is 'hosts=2,hosts=3,link=1gbit': hosts is given twice, write it as hosts=2,link=1gbit",
         ),
-        ("hosts=1,link=1gbit", "emulate's hosts is 1: give a whole number from 2 to 16"),
-        ("hosts=17,link=1gbit", "emulate's hosts is 17: give a whole number from 2 to 16"),
-        ("hosts=two,link=1gbit", "emulate's hosts is 'two': give a whole number from 2 to 16"),
-        ("hosts=-2,link=1gbit", "emulate's hosts is '-2': give a whole number from 2 to 16"),
+        ("hosts=1,link=1gbit", "emulate's hosts is 1: give a whole number from 2 to 64"),
+        ("hosts=65,link=1gbit", "emulate's hosts is 65: give a whole number from 2 to 64"),
+        ("hosts=two,link=1gbit", "emulate's hosts is 'two': give a whole number from 2 to 64"),
+        ("hosts=-2,link=1gbit", "emulate's hosts is '-2': give a whole number from 2 to 64"),
     ],
 )
 def test_each_mistake_is_answered_with_one_sentence(text: str, sentence: str) -> None:

@@ -54,6 +54,7 @@ print(json.dumps([loaded(), torch.is_grad_enabled(), [p.tolist() for p in model.
     assert without[1:] == with_it[1:]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "unknown",
     [

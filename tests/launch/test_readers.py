@@ -73,12 +73,15 @@ def test_a_reader_that_pauses_gets_everything_and_nobody_waits_for_it(tmp_path: 
 
 
 def test_a_second_interrupt_ends_the_wait_for_a_reader_who_never_comes(tmp_path: Path) -> None:
-    with start(tmp_path, FLOOD, "--replicas", "3", stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as run:
+    def heed_ctrl_c() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # which shells have their background jobs ignore
+
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with start(tmp_path, FLOOD, "--replicas", "3", preexec_fn=heed_ctrl_c, **pipes) as run:
         started = await_event(tmp_path, "started")
         await_event(tmp_path, "died")
         run.send_signal(signal.SIGINT)
         await_event(tmp_path, "ended")
-        time.sleep(0.1)
         run.send_signal(signal.SIGINT)
         assert run.wait(timeout=30) == 130
         assert not psutil.pid_exists(started["pid"])

@@ -145,3 +145,29 @@ def test_a_resumed_run_counts_its_own_steps(start: Callable[..., Any], tmp_path:
     assert ended(1, "--replicas 2") == (0, 10)
     assert ended(2, "--replicas 2") == (10, 20)
     assert ended(3, "--servers 1") == (20, 30)
+
+
+BY_EPOCH = """
+import json
+import torch
+import paceline as pl
+from paceline.exchange.board import Board
+from paceline.exchange.words import HostWord
+
+board = Board(pl.place().board)
+torch.manual_seed(0)
+model = torch.nn.Linear(1, 1)
+trainer = pl.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), lambda model, x: model(x).square().mean())
+totals = []
+for epoch in range(3):
+    for batch in trainer.batches(torch.arange(10.0).view(10, 1) / 10, 4):
+        trainer.step(batch)
+        totals.append(board.host_get(HostWord.TOTAL_STEPS))
+print(json.dumps({"totals": totals}))
+"""
+
+
+@pytest.mark.parametrize("flags", ["--replicas 2", "--servers 1"])
+def test_a_loop_by_epoch_has_a_total(start: Callable[..., Any], flags: str) -> None:
+    """It is what the display divides by: the steps of the run, up to the end of the epoch."""
+    assert start(BY_EPOCH, flags).fine().told("totals") == [3] * 3 + [6] * 3 + [9] * 3

@@ -207,6 +207,17 @@ def test_a_time_limit_of_one_who_sends_is_none_of_one_who_waits(
         assert done(heard) == list(range(2000))
 
 
+def test_nor_if_it_began_to_wait_while_the_other_was_sending(
+    raw: tuple[socket.socket, Channel[Message]], beside: ThreadPoolExecutor
+) -> None:
+    stranger, channel = raw
+    channel._connection.settimeout(0.05)  # as by another thread that sends at this moment
+    heard = beside.submit(channel.receive)
+    time.sleep(0.3)
+    stranger.sendall(frame(Push(3)))
+    assert done(heard) == (Push(3), 0)
+
+
 def test_nan_and_infinity_survive_in_headers(channels: tuple[Channel[Message], Channel[Message]]) -> None:
     a, b = channels
     a.send(Push(1, weights={"nan": float("nan"), "inf": float("inf")}))

@@ -65,7 +65,7 @@ class Sharded:
             if optimizer.state.get(self.parameters[slot.name])
         }
         states = StateLayout(optimizer, self.layout, state)
-        sizes = Sizes(1, tuple(states.block_bytes), scratch_bytes=64, buffer_bytes=0, several_hosts=False)
+        sizes = Sizes(1, tuple(states.block_bytes), scratch_bytes=64, buffer_bytes=0)
         self.arena = ModelArena.create(self.layout, sizes)
         self.optimizer = ShardOptimizer(optimizer, self.arena, states)
         self.optimizer.take_state(state)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,22 @@ def save_weight(path: Path, weight: float) -> None:
 class Served:
     """One running server."""
 
-    def __init__(self, folder: Path, *flags: str, script: Path = SCRIPT, checkpoint: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *flags: str,
+        script: Path = SCRIPT,
+        checkpoint: Path | None = None,
+        models: Sequence[Path] | None = None,
+    ) -> None:
+        """`models`: what stands first on the command line, by default the one checkpoint."""
         self.folder, self.hold_file = folder, folder / "hold"
         self.checkpoint = checkpoint or folder / "model.safetensors"
-        if checkpoint is None:
+        if checkpoint is None and models is None:
             save_weight(self.checkpoint, 1.0)
+        given = [self.checkpoint] if models is None else models
         self.errors = (folder / "stderr").open("wb+")
-        command = [sys.executable, "-m", "paceline", "serve", str(self.checkpoint), "--script", str(script)]
+        command = [sys.executable, "-m", "paceline", "serve", *map(str, given), "--script", str(script)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HOLD_FILE": str(self.hold_file)}
         self.process = subprocess.Popen(
             [*command, "--port", "0", "--json", *flags], stdout=subprocess.PIPE, stderr=self.errors, env=environment
@@ -74,7 +83,7 @@ class Served:
         body = {"inputs": [{"name": "x", "shape": [len(rows), 4], "datatype": "FP32", "data": data}]}
         at = f"/versions/{version}" if version else ""
         headers = {"Paceline-Deadline": str(deadline_s)}
-        return self.client.post(f"/v2/models/model{at}/infer", json=body, headers=headers)
+        return self.client.post(f"/v2/models/{self.told['name']}{at}/infer", json=body, headers=headers)
 
     def metric(self, name: str) -> float:
         lines = self.client.get("/metrics").text.splitlines()

@@ -5,10 +5,8 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import shutil
 import signal
 import socket
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -131,19 +129,6 @@ def test_the_process_that_speaks_http_has_no_torch(served: Served) -> None:
     assert "libtorch" not in Path(f"/proc/{served.told['process']}/maps").read_text()
 
 
-def test_the_page_works_in_a_browser(served: Served, tmp_path: Path) -> None:
-    if (browser := shutil.which("chromium")) is None:
-        pytest.skip("there is no chromium here")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-    flags += ["--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path}"]
-    command = [browser, *flags, "--virtual-time-budget=8000", "--dump-dom", f"{served.told['address']}/#example"]
-    page = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, check=False).stdout
-    assert '<h1 id="name">model</h1>' in page
-    assert page.count('class="bar') == 4, page  # one for each number of `scaled`
-    assert "process " in page
-    assert "version " in page
-
-
 # ── under load ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -184,6 +169,41 @@ def test_a_full_queue_and_a_deadline_that_cannot_be_met_are_refused_at_once(
     assert int(refused.headers["Retry-After"]) >= 1
     served.release()
     assert {one.result(LONG_S).status_code for one in asked} == {200}
+
+
+def test_what_is_refused_is_refused_before_its_body_and_the_connection_goes_on(
+    busy: tuple[Served, ThreadPoolExecutor],
+) -> None:
+    served, pool = busy
+    asked = [pool.submit(served.ask, [1.0, 0, 0, 0]) for _ in range(QUEUE)]
+    waiting(served, QUEUE)
+    body = b"[1, 2, 3, 4]"
+
+    def answer(connection: socket.socket) -> tuple[bytes, bytes]:
+        data = b""
+        while b"\r\n\r\n" not in data:
+            data += connection.recv(65536)
+        head, _, rest = data.partition(b"\r\n\r\n")
+        length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+        while len(rest) < length:
+            rest += connection.recv(65536)
+        return head.split(b"\r\n")[0], rest
+
+    with socket.create_connection(("127.0.0.1", served.told["port"]), timeout=LONG_S) as connection:
+        head = f"POST /predict HTTP/1.1\r\nHost: here\r\nPaceline-Deadline: 90\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode())  # and nothing of the body
+        status, sentence = answer(connection)
+        assert status == b"HTTP/1.1 429 Too Many Requests"
+        assert b"there is no room for more" in sentence
+        connection.sendall(body[:5])
+        connection.sendall(body[5:] + b"GET /v2/health/live HTTP/1.1\r\nHost: here\r\n\r\n")
+        assert answer(connection) == (b"HTTP/1.1 200 OK", b'{"live":true}')
+        served.release()
+        assert {one.result(LONG_S).status_code for one in asked} == {200}
+        connection.sendall(head.encode() + body)
+        status, rest = answer(connection)
+        assert status == b"HTTP/1.1 200 OK"
+        assert json.loads(rest)["outputs"]["total"] > 0
 
 
 def test_a_request_that_is_computed_too_long_is_told_so_and_the_process_goes_on(served: Served) -> None:

@@ -75,7 +75,38 @@ def refused(folder: Path, *arguments: str) -> str:
         (["--script", "empty.py", "--tls-cert", "token", "--tls-key", "token"], "are no certificate and its key"),
         (["--script", "empty.py", "--stages", "2", "--replicas", "2"], "replicas is 2: a cut model has all cores"),
         (["--script", "empty.py", "--layout", "a=b"], "layout is 'a=b': it belongs to --mesh"),
-        (["--script", "empty.py", "--follow", "here"], "there is no flag --follow"),
+        (["--script", "empty.py", "--quorum", "2"], "quorum is 2: it is of several models"),
+        (["--script", "empty.py", "--weights", "1,2"], "weights is '1,2': it is of several models"),
+        (["--script", "empty.py", "--ensemble", "mean"], "give at least two, as in top/*.safetensors"),
+        (["--script", "empty.py", "--pad"], "pad is 'no --input': say which dims may be of any size"),
+        (["--script", "empty.py", "--pad", "--input", "x:FP32:-1,4"], "pad is 'x [-1, 4]': say which dims"),
+        (
+            ["--script", "empty.py", "--pad", "--input", "x:FP32:-1,-1", "--max-batch", "1"],
+            "pad is 'with --max-batch 1': nothing is put together then",
+        ),
+        (["--script", "empty.py", "--follow", "127.0.0.1:1:a"], "model is 'model.safetensors': --follow takes it from"),
+        (
+            ["--script", "empty.py", "--follow-every", "1s"],
+            "follow-every is '1s': it is of a training",
+        ),
+        (["other.safetensors", "--script", "empty.py"], "give one, or say how they answer as one: --ensemble mean"),
+        (["nowhere.safetensors", "--script", "empty.py", "--ensemble", "mean"], "there is no such file"),
+        *(
+            (["other.safetensors", "--script", "empty.py", "--ensemble", how, *more], sentence)
+            for how, more, sentence in [
+                ("median", [], "ensemble is 'median': give one of mean, majority, weighted, stacked"),
+                ("mean", ["--quorum", "3"], "quorum is 3: give a whole number from 1 to 2"),
+                ("mean", ["--weights", "1,1"], "they are of --ensemble weighted and stacked"),
+                ("mean", ["--outputs", "colours"], "outputs is 'colours': give one of logits"),
+                ("mean", ["--outputs", "labels"], "labels can be combined by majority"),
+                ("mean", ["--class-dim", "0"], "class-dim is 0: that is the dim of rows"),
+                ("mean", ["--stages", "2"], "ensemble is 'mean': members have a process each"),
+                ("weighted", [], "it needs --weights, which paceline ensemble --combine weighted finds"),
+                ("weighted", ["--weights", "a"], "weights is 'a': give numbers with commas"),
+                ("weighted", ["--weights", "1"], "give one for each of the 2 members"),
+                ("stacked", ["--weights", "1,1", "--quorum", "1"], "stacked weights belong together, give 2"),
+            ]
+        ),
     ],
 )
 def test_a_flag_that_is_wrong_is_refused_before_anything_starts(
@@ -89,6 +120,29 @@ def test_a_flag_that_is_wrong_is_refused_before_anything_starts(
     except SystemExit as error:
         code = int(str(error.code))
     assert code == 2
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ([], "model is '': give a .safetensors file, or a training to --follow"),
+        (["--follow", "here"], "follow is 'here': give servers and a container, as in 127.0.0.1:7070:digits"),
+        (["--follow", "127.0.0.1:7070"], "give servers and a container"),
+        (["--follow", "127.0.0.1:7070:digits"], "say how to be let in: --follow-token or --follow-keys"),
+        (["--follow", "10.0.0.9:7070:digits", "--follow-token", "."], "beyond this machine give --follow-keys"),
+        (["--follow", "127.0.0.1:7070:digits", "--follow-token", "nowhere"], "nowhere"),
+        (["--follow", "127.0.0.1:7070:digits", "--ensemble", "mean", "--follow-token", "token"], "token"),
+        (["--follow", "127.0.0.1:7070:a/b", "--follow-token", "token"], "a/b"),
+    ],
+)
+def test_a_training_that_cannot_be_followed_is_refused_before_anything_starts(
+    folder: Path, flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paceline.cli import main
+
+    monkeypatch.chdir(folder)
+    assert main(["serve", "--script", "empty.py", *flags]) == 2
     assert sentence in capsys.readouterr().err
 
 

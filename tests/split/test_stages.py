@@ -466,6 +466,7 @@ def test_runs_train_and_evaluate_as_one_process_does_and_save_what_plain_torch_l
 ONE_SHAPE = "--samples 32"  # of all micro-batches, four of 4 samples: every other shape would be captured
 
 
+@pytest.mark.soak
 def test_random_numbers_do_not_depend_on_where_the_model_is_cut(start: Start) -> None:
     """Dropout in one stage or in two, and noise that the loss draws before it calls the model and uses after."""
     runs = [

@@ -243,6 +243,11 @@ def tensors_of_inference_mode(rank: int, ranks: int) -> None:
     with torch.inference_mode():
         dist.all_gather(into := [torch.empty(4, 6) for _ in range(ranks)], frozen)
         same(torch.stack(into), torch.stack([ranks * total] * ranks))
+    group = dist.new_group(list(range(ranks)))  # its first call is in inference mode, and its second is not
+    with torch.inference_mode():
+        dist.all_reduce(torch.ones(3), group=group)
+    dist.all_reduce(ones := torch.ones(3), group=group)
+    same(ones, torch.full((3,), float(ranks)))
 
 
 @case

@@ -16,6 +16,7 @@ class Books(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """What a chief knows of a training, but for who is there and what they hold."""
 
     step: int = 0  # closed so far
+    others: int = 0  # steps of other runs in the same container: version is what both come to
     next_ticket: int = 1
     first_chapter: int = 0  # earlier ones were finished before the run was resumed
     chapters: dict[int, ChapterBook] = {}

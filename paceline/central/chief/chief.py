@@ -65,8 +65,13 @@ class Chief:
 
     @property
     def step(self) -> int:
-        """How many have been closed: the version of the parameters."""
+        """How many have been closed."""
         return self.open_books.step
+
+    @property
+    def version(self) -> int:
+        """The version of the parameters: how many steps were made of them, by this run and others."""
+        return self.open_books.version
 
     @property
     def last(self) -> Outcome:
@@ -292,7 +297,7 @@ class Chief:
         now: float,
         following: tuple[int, Runs] | None = None,
     ) -> OpenTicket:
-        work = Work(self._next_ticket, self.step, epoch, runs, part, exact, following)
+        work = Work(self._next_ticket, self.step, self.version, epoch, runs, part, exact, following)
         self._next_ticket += 1
         ticket = OpenTicket(work, replica, chapter, now, not self.rule.is_async)
         self._tickets[work.ticket] = ticket
@@ -343,7 +348,7 @@ class Chief:
     def _close_async(self, rule: Async) -> Close | None:
         while self._reported:
             ticket = self._reported.popleft()
-            staleness = ticket.staleness(self.step)
+            staleness = ticket.staleness(self.version)
             if staleness > rule.drop_beyond:
                 self.open_books.count_staleness(staleness)
                 self.open_books.dropped += 1
@@ -358,7 +363,7 @@ class Chief:
     def _begin_closing(
         self, tickets: Sequence[OpenTicket], rule: Async | None = None, compensation: float = 0.0
     ) -> Close:
-        self._closing = close_of(self.step, tickets, rule, compensation)
+        self._closing = close_of(self.version, tickets, rule, compensation)
         return self._closing
 
     def closed(self, close: Close) -> None:

@@ -15,7 +15,8 @@ class OpenBooks:
     """Everything that a chief must not forget, but for results of tasks."""
 
     def __init__(self) -> None:
-        self.step = 0  # closed so far: the version of the parameters
+        self.step = 0  # closed so far
+        self.others = 0  # steps that other runs have made in the same container
         self.last = Outcome(None, 0.0, 0)
         self.staleness: dict[int, int] = {}  # how many gradients had which
         self.late = self.dropped = 0
@@ -49,11 +50,16 @@ class OpenBooks:
         """Have the samples of that ticket free again."""
         self._chapters[ticket.chapter].give_back(ticket.work.epoch, ticket.work.runs)
 
+    @property
+    def version(self) -> int:
+        """Return how many steps the parameters have seen, whosever."""
+        return self.step + self.others
+
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────
 
     def count(self, close: Close) -> None:
         """Count a step that all servers have made."""
-        self.step = close.step + 1
+        self.step += 1
         self.last = Outcome(None, close.loss, close.samples, close.logged)
         for accepted in close.accepted:
             self._chapters[close.chapter].commit(accepted.epoch, _runs(accepted))
@@ -62,13 +68,17 @@ class OpenBooks:
 
     def count_again(self, close: Close, length: int, batch_size: int, left_out: int) -> None:
         """Count a step of the log, made before this process began. The log may begin before what was loaded."""
-        if close.step > self.step:
-            raise CheckpointError(f"the log lacks step {self.step}: it goes on with step {close.step}")
-        if close.step == self.step:
+        if close.step > self.version:
+            raise CheckpointError(f"the log lacks step {self.version}: it goes on with step {close.step}")
+        if close.step == self.version:
             self.begin(close.chapter, length, batch_size, left_out)
             for accepted in close.accepted:
                 self._chapters[close.chapter].take_these(accepted.epoch, _runs(accepted))
             self.count(close)
+
+    def count_other(self, version: int) -> None:
+        """Another run has made the step that this is the version after."""
+        self.others = max(self.others, version - self.step)
 
     def count_staleness(self, staleness: int) -> None:
         self.staleness[staleness] = self.staleness.get(staleness, 0) + 1
@@ -87,6 +97,7 @@ class OpenBooks:
     def state(self) -> Books:
         return Books(
             step=self.step,
+            others=self.others,
             first_chapter=self.first_chapter,
             chapters={number: book.state() for number, book in self._chapters.items()},
             staleness=dict(self.staleness),
@@ -97,7 +108,7 @@ class OpenBooks:
         )
 
     def load(self, books: Books) -> None:
-        self.step, self.first_chapter = books.step, books.first_chapter
+        self.step, self.others, self.first_chapter = books.step, books.others, books.first_chapter
         self._chapters = {number: Book.load(chapter) for number, chapter in books.chapters.items()}
         self.staleness = dict(books.staleness)
         self.late, self.dropped = books.late, books.dropped

@@ -27,9 +27,10 @@ class Accepted(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Close(msgspec.Struct, frozen=True):
-    """A step, as all servers have to make it."""
+    """A step, as all servers have to make it. The chief knows replicas by their numbers in the run, servers by their
+    places in the container."""
 
-    step: int
+    step: int  # the version of the parameters that it is made of
     chapter: int
     samples: int
     loss: float
@@ -37,6 +38,11 @@ class Close(msgspec.Struct, frozen=True):
     lr: float = 1.0
     compensation: float = 0.0
     logged: dict[str, float] = {}  # means of what losses log beside themselves
+
+    def moved(self, by: int) -> Close:
+        """Return the same with every replica so many places further on."""
+        accepted = [msgspec.structs.replace(one, replica=one.replica + by) for one in self.accepted]
+        return msgspec.structs.replace(self, accepted=accepted) if by else self
 
 
 # ── told to replicas ─────────────────────────────────────────────────────────────────────────────────────────
@@ -47,7 +53,8 @@ class Work:
     """A ticket, as its holder sees it."""
 
     ticket: int
-    step: int  # compute on the parameters after this many steps, or on later ones
+    step: int  # of the run
+    version: int  # compute on this one of the parameters, or on a later one
     epoch: int
     runs: Runs
     part: int  # which part of the step's batch this is
@@ -96,14 +103,14 @@ class OpenTicket:
     def samples(self) -> int:
         return sum(map(len, self.work.runs))
 
-    def staleness(self, step: int) -> int:
-        """Return how many steps came after the parameters that it was computed on, when so many have been made."""
-        return max(0, step - self.pulled)
+    def staleness(self, version: int) -> int:
+        """Return how many steps came after the parameters that it was computed on, when they are this version."""
+        return max(0, version - self.pulled)
 
-    def accepted(self, step: int, of: float, rule: Async | None) -> Accepted:
-        """Return what it is in a step of so many samples, or of what its loss counts; an async `rule` weighs stale
-        ones."""
-        staleness = self.staleness(step)
+    def accepted(self, version: int, of: float, rule: Async | None) -> Accepted:
+        """Return what it is in the step after that version, of so many samples, or of what its loss counts; an async
+        `rule` weighs stale ones."""
+        staleness = self.staleness(version)
         counted = self.loss.loss.count if self.loss.loss is not None else None
         size = self.samples if counted is None else self.loss.unit
         return Accepted(

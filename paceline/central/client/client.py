@@ -66,9 +66,11 @@ class Client:
         wire_name: str = "fp32",
         share_memory: bool = True,
         only_tables: bool = False,
+        computed_with: nn.Module | None = None,
         ended: Callable[[], Sequence[tuple[int, int]]] | None = None,
     ) -> None:
-        """`only_tables`: everything but sparse embeddings stays with the replica. `ended` returns replicas, and the
+        """`only_tables`: everything but sparse embeddings stays with the replica. `computed_with`: the model that
+        gradients are of, if `model` is only its copy. `ended` returns replicas, and the
         incarnations of their processes, that are known to have ended."""
         self.model = model
         self.optimizer = self.options_from = optimizer
@@ -102,7 +104,9 @@ class Client:
         self._ended = ended
         self._to_chief.while_waiting = self._tell_who_has_ended
         self.chief = replica == 0
-        self.step = 0  # closed so far, as far as this replica knows
+        self.step = 0  # closed so far by its run, as far as this replica knows
+        self.version = 0  # of the parameters, likewise: steps of other runs count too
+        self._first: int | None = None  # the place of its run's first replica in the container
         self._asked: requests.Ask | None = None
         self._next: replies.Ticket | None = None  # what has come with the answer to the last report
         self._settled_at = 0.0  # when that was
@@ -112,7 +116,6 @@ class Client:
             self.shards,
             parameters,
             container=self.container,
-            replica=replica,
             wire_name=wire_name,
             timeout_s=settings.timeout_s,
         )
@@ -127,12 +130,13 @@ class Client:
             for view in self._views:
                 view.connection.close()
             raise
+        sources = dict(own_state(computed_with).named_parameters()) if computed_with is not None else parameters
         self._pushes = Pushes(
             self._views,
             self.shards,
-            parameters,
-            push=partial(requests.Push, **self._mine, wire=wire_name),
-            replica=replica,
+            sources,
+            push=partial(requests.Push, **self._mine | {"replica": self.place}, wire=wire_name),
+            place=self.place,
             early=not self.tables,
             announced=settings.durability != "none",
         )
@@ -141,19 +145,22 @@ class Client:
 
     def _introducer(self, number: int) -> Callable[[], None]:
         view = self._views[number]
-        request = requests.Open(
-            **self._mine,
-            spec=self.spec,
-            settings=self._settings,
-            addresses=list(self._servers.addresses),
-            server=number,
-            machine=machine_identity() if self._share_memory else "apart",
-            checks=self._checks if number == 0 else [],
-        )
 
         def introduce() -> None:
             again = view.opened is not None
-            view.opened = view.connection.call(request, replies.Opened)
+            request = requests.Open(
+                **self._mine,
+                spec=self.spec,
+                settings=self._settings,
+                addresses=list(self._servers.addresses),
+                server=number,
+                machine=machine_identity() if self._share_memory else "apart",
+                checks=self._checks if number == 0 else [],
+                first=self._first,
+            )
+            opened = view.opened = view.connection.call(request, replies.Opened)
+            if number == 0:
+                self._first = opened.first
             if again:
                 self._check_not_behind(view.opened, number)
                 self._moved(view, number)
@@ -162,10 +169,10 @@ class Client:
 
     def _check_not_behind(self, opened: replies.Opened, number: int) -> None:
         """Refuse a server that has come back without what it had acknowledged."""
-        if self._pushes is not None and (opened.step < self.step or not opened.filled):
+        if self._pushes is not None and (opened.step < self.version or not opened.filled):
             has = f"is at step {opened.step}" if opened.filled else "has nothing"
             raise CheckpointError(
-                f"server {number} {has} after it was started again, and had acknowledged step {self.step}: what it "
+                f"server {number} {has} after it was started again, and had acknowledged step {self.version}: what it "
                 f"kept of container {self.container!r} was lost or replaced; go on from a checkpoint"
             )
 
@@ -175,7 +182,7 @@ class Client:
             assert view.opened is not None
             if view.opened.arena is not None:
                 view.arena = self._found_alive(view, partial(self._attach, view))
-                view.gradients = view.arena.gradients[self.replica]
+                view.gradients = view.arena.gradients[self.place]
             else:
                 view.use_own_memory(self._wire)
         first = self._views[0].opened
@@ -184,7 +191,8 @@ class Client:
         # Before the first step somebody may still be giving the servers tables, or state.
         if not filled or (first.step == 0 and not first.reopened):
             self.once(FillTask(), lambda: initial.fill(self._views, self.tables, self.whole))
-        self.step = first.step
+        self.step, self.version = first.made, first.step
+        self._pulls.place = self.place
         if first.reopened:
             initial.take_what_is_not_trained(self._to_chief)
         for number, view in enumerate(self._views):
@@ -194,7 +202,10 @@ class Client:
     def _attach(self, view: ServerView) -> ServerArena:
         assert view.opened is not None
         assert view.opened.arena is not None
-        return ServerArena(Arena.attach(*view.opened.arena), view.layout, self._settings.replicas)
+        assert view.opened.place is not None
+        arena = ServerArena(Arena.attach(*view.opened.arena), view.layout)
+        arena.take_place(self.place, Arena.attach(*view.opened.place))
+        return arena
 
     def _found_alive(self, view: ServerView, attach: Callable[[], Found]) -> Found:
         """Return what `attach` finds in a server's memory. One that has died since is asked once more where it is."""
@@ -220,14 +231,20 @@ class Client:
                     self.rows.attach(number)
             except ArenaError as error:
                 raise ConnectionLost("it has died again") from error
-            new.gradients[self.replica].copy_(view.gradients)
+            new.gradients[self.place].copy_(view.gradients)
             if self._pulls.has_copy:
-                new.pulled[self.replica].copy_(old.pulled[self.replica])
-            view.arena, view.gradients = new, new.gradients[self.replica]
+                new.pulled[self.place].copy_(old.pulled[self.place])
+            view.arena, view.gradients = new, new.gradients[self.place]
             if self._pushes is not None:
                 self._pushes.moved()
-            old.arena.close()
+            old.close()
             self._pulls.moved()
+
+    @property
+    def place(self) -> int:
+        """Where this replica leaves its gradients, on every server."""
+        assert self._first is not None
+        return self._first + self.replica
 
     # ── a step ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -247,11 +264,11 @@ class Client:
 
     def pull(self, *, sync: bool) -> None:
         """Have the parameters as they are now. In a sync run nobody writes them while somebody computes."""
-        self._pulls.pull(sync=sync, at_least=self.step)
+        self._pulls.pull(sync=sync, at_least=self.version)
 
     def expect(self, batches: Sequence[Any]) -> None:
         """What will be computed next. Not while something is being computed."""
-        self.rows.expect(batches, self.step)
+        self.rows.expect(batches, self.version)
 
     def begin(self, ticket: int | None = None) -> None:
         """A step begins: whatever backward produces from now on belongs to it."""
@@ -306,6 +323,7 @@ class Client:
         answer: replies.Ticket | replies.Ended | replies.Waiting = ask(request, kinds, read=self._take_buffers)
         if not isinstance(answer, replies.Waiting):
             self.step = max(self.step, answer.step)
+            self.version = max(self.version, answer.version)
         return answer
 
     def _take_buffers(self, channel: Channel[replies.Reply], length: int) -> None:
@@ -327,7 +345,8 @@ class Client:
             request, (replies.Settled, replies.Ticket), body=lambda: buffers, read=self._take_buffers
         )
         if isinstance(answer, replies.Settled):
-            self.step, self.chief, self._next = answer.step, answer.chief, answer.next
+            self.step, self.version = answer.step, answer.version
+            self.chief, self._next = answer.chief, answer.next
             self._settled_at = time.monotonic()
             self._pushing.settle(accepted=answer.accepted is not None)
         return answer
@@ -338,9 +357,10 @@ class Client:
             leave = requests.Leave(container=self.container, replica=replica, incarnation=incarnation)
             self._to_chief.call(leave, replies.Done)
 
-    def give_back(self, timeout_s: float | None = None) -> None:
-        """Give back the ticket that came with the last report, before something else is done: others may need it."""
-        ticket, self._next = self._next, None
+    def give_back(self, held: replies.Ticket | None = None, timeout_s: float | None = None) -> None:
+        """Give back the ticket that came with the last report, before something else is done, or the one that is
+        `held`: others may need it."""
+        ticket, self._next = held or self._next, None
         if ticket is not None:
             request = requests.GiveBack(**self._mine, ticket=ticket.ticket)
             self._to_chief.call(request, replies.Done, timeout_s=timeout_s)
@@ -386,7 +406,12 @@ class Client:
     def restore(self, parameters: dict[str, torch.Tensor], states: dict[str, State], books: Books) -> None:
         """Give all servers these values, and the chief its books."""
         self.whole.restore(parameters, states, books)
-        self.step = books.step
+        self.has_resumed(books.step)
+
+    def has_resumed(self, step: int) -> None:
+        """The container stands where a checkpoint does, after so many steps."""
+        self.step = self.version = step
+        self.whole.forget()
 
     # ── steps that somebody else decides ─────────────────────────────────────────────────────────────────
 

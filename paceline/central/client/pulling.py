@@ -41,14 +41,14 @@ class Pulls:
         parameters: Mapping[str, torch.Tensor],
         *,
         container: str,
-        replica: int,
         wire_name: str,
         timeout_s: float,
     ) -> None:
         self._views = views
         self._shards = shards
         self._parameters = parameters
-        self._container, self._replica = container, replica
+        self._container = container
+        self.place = 0  # of this replica
         self._wire = PARAMETER_WIRE[wire_name]
         self._timeout_s = timeout_s
         self.version = -1  # of the parameters that the model has
@@ -110,13 +110,12 @@ class Pulls:
             arena = view.arena
             assert arena is not None
             if (version := arena.version) >= at_least:
-                found = arena.copy_parameters(arena.pulled[self._replica]) if copy else version
+                found = arena.copy_parameters(arena.pulled[self.place]) if copy else version
                 if found is not None:
                     return found
             if time.monotonic() > give_up:
                 raise Stalled(
-                    f"replica {self._replica} waited {self._timeout_s:g} s for {view.connection.name} to "
-                    f"make step {at_least}"
+                    f"this replica waited {self._timeout_s:g} s for {view.connection.name} to make step {at_least}"
                 )
             view.connection.call(requests.Containers(), replies.Listed)
             if view.arena is arena:
@@ -128,7 +127,7 @@ class Pulls:
         def read(channel: Channel[replies.Reply], _: int) -> None:
             coding.read(channel, view.parameters, reversed(view.layout.chunks))
 
-        request = requests.Pull(container=self._container, replica=self._replica, at_least=at_least, wire=self._wire)
+        request = requests.Pull(container=self._container, replica=self.place, at_least=at_least, wire=self._wire)
         return int(view.connection.wait(request, replies.Pulled, read=read).step)
 
     # ── where the model points ───────────────────────────────────────────────────────────────────────────
@@ -153,4 +152,4 @@ class Pulls:
     def _seen(self, view: ServerView, *, live: bool) -> torch.Tensor:
         if view.arena is None:
             return view.parameters
-        return view.arena.parameters if live else view.arena.pulled[self._replica]
+        return view.arena.parameters if live else view.arena.pulled[self.place]

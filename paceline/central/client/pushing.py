@@ -30,7 +30,7 @@ class Pushes:
         parameters: Mapping[str, nn.Parameter],
         *,
         push: Callable[..., requests.Push],
-        replica: int,
+        place: int,
         early: bool,
         announced: bool,
     ) -> None:
@@ -40,7 +40,7 @@ class Pushes:
         self._shards = shards
         self._parameters = parameters
         self._push = push
-        self._replica = replica
+        self._place = place
         self._announced = announced
         self._arrival = Arrival(shards)
         self._marks = [torch.ones(len(view.layout.slots), dtype=torch.uint8) for view in views]
@@ -146,7 +146,7 @@ class Pushes:
         elif self._announced or rows:
             view.connection.call(request, replies.Done, body=lambda: tail)
         else:
-            touched = view.arena.touched[self._replica]
+            touched = view.arena.touched[self._place]
             touched.fill_(1)
             if untouched:
                 touched[untouched] = 0

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 import torch
@@ -27,8 +26,9 @@ from paceline.central.client.whole_tensors import WholeTensors
 from paceline.central.messages import replies, requests
 from paceline.central.messages.connection import FIRST_CONTACT_S, Connection
 from paceline.central.shards import Shards
-from paceline.checkpoint.tensor_file import check_storable, write_tensors
-from paceline.errors import CheckpointError, PacelineError
+from paceline.checkpoint.model_file import write_plain_model
+from paceline.checkpoint.tensor_file import CONTAINER_KEY, CONTAINER_STEP_KEY, check_storable, put_tensors
+from paceline.errors import PacelineError
 from paceline.net.secure import Keys
 from paceline.rules import Rule
 
@@ -56,6 +56,7 @@ class Summary:
     rule: Rule
     accepting: int  # gradients that make a step now
     replicas: list[int]  # that are there
+    runs: list[replies.RunListing]  # that are there; the fields above, and the books, are of the one that came last
     addresses: list[str]
     bytes_by_server: list[int]
     tensors: list[TensorSummary]
@@ -140,6 +141,7 @@ class Reader:
             rule=chief.rule,
             accepting=chief.accepting,
             replicas=chief.members,
+            runs=chief.runs,
             addresses=[server.address for server in servers],
             bytes_by_server=[layout.bytes + rows for layout, rows in zip(shards.layouts, tables, strict=True)],
             tensors=tensors,
@@ -178,6 +180,10 @@ class Reader:
 
     # ── values ───────────────────────────────────────────────────────────────────────────────────────────
 
+    def step(self) -> int:
+        """Return after how many steps the container is now."""
+        return int(self._servers()[1].step)
+
     def parameters(self) -> tuple[int, dict[str, torch.Tensor]]:
         """Return the step, and the tensors after it under the keys of the model's state_dict."""
         servers, chief = self._servers()
@@ -196,20 +202,19 @@ class Reader:
 
     def save(self, path: str | os.PathLike[str]) -> int:
         """Write a consistent version as a safetensors file, all of it or nothing; return the step it is of."""
-        target = Path(path)
+        step, tensors = self.parameters()
+        write_plain_model(path, "container", tensors, self._notes(step))
+        return step
+
+    def save_into(self, file: BinaryIO) -> int:
+        """Write the same into a file that is open and empty; return the step it is of."""
         step, tensors = self.parameters()
         check_storable("container", tensors)
-        partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
-        notes = {"format": "pt", "paceline.container": self._name, "paceline.step": str(step)}
-        try:
-            try:
-                write_tensors(partial, tensors, lambda _: notes)
-                partial.replace(target)
-            finally:
-                partial.unlink(missing_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"{target} could not be written: {error.strerror or error}") from error
+        put_tensors(file, tensors, lambda _: {"format": "pt", **self._notes(step)})
         return step
+
+    def _notes(self, step: int) -> dict[str, str]:
+        return {CONTAINER_KEY: self._name, CONTAINER_STEP_KEY: str(step)}
 
     # ── the container as a whole ─────────────────────────────────────────────────────────────────────────
 

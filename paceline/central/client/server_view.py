@@ -16,7 +16,8 @@ from paceline.central.messages import replies
 from paceline.central.messages.connection import Connection
 from paceline.central.messages.tensor_bytes import bytes_of
 from paceline.central.shards import ShardPart, Shards
-from paceline.exchange.wire import Feedback, wire
+from paceline.exchange.feedback import Feedback
+from paceline.exchange.wire import wire
 from paceline.memory.layout import FlatLayout
 from paceline.memory.server_arena import ServerArena
 from paceline.net.frames import Channel
@@ -74,7 +75,7 @@ class ServerView:
     def close(self) -> None:
         self.connection.close()
         if self.arena is not None:
-            self.arena.arena.close()
+            self.arena.close()
 
 
 def into(flat: torch.Tensor) -> Callable[[Channel[replies.Reply], int], None]:

@@ -1,2 +1,3 @@
-"""One server's share of a container: `container` holds parameters and gradients, `step_maker` updates them; `training`
-is what its chief's server adds (`chief_state`, `presence`, `closing`); `bounds` refuses what makes no sense."""
+"""One server's share of a container: `container` holds parameters and gradients, `step_maker` updates them. Its chief's
+server adds the `runs` that train it, each a `training` (`chief_state`, `presence`); `closing` makes their steps, one
+after another; `bounds` refuses what makes no sense."""

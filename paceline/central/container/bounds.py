@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from paceline.central.chief.books import Books
 from paceline.central.chief.chief import Chief
 from paceline.central.chief.tickets import Close
-from paceline.central.messages.notes import ShareNotes
+from paceline.central.messages.notes import RunNotes, ShareNotes
 from paceline.central.messages.records import AnyRecord, ChapterShape, Made, MembersChanged, PulledCopy, Pushed, RowsPut
 from paceline.central.messages.requests import Ask, Open
 from paceline.central.messages.settings import Settings
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from paceline.central.container.container import Container
 
 MOST_REPLICAS = 1 << 14
+MOST_PLACES = 1 << 16  # of all runs in one container
 MOST_BYTES = 1 << 40  # of all parameters together
 MOST_CHAPTERS = 1 << 16
 MOST_EPOCHS = 1 << 20
@@ -40,7 +41,7 @@ _NUMBERS = (int, float)
 
 def check_place(replica: int, replicas: int) -> None:
     if not 0 <= replica < replicas:
-        raise PacelineError(f"replica is {replica}: this container has places for {replicas}")
+        raise PacelineError(f"replica is {replica}: this run has {replicas}")
 
 
 def check_count(field: str, value: int, most: int = MOST_COUNT, least: int = 0) -> None:
@@ -55,6 +56,8 @@ def check_open(request: Open) -> None:
     check_settings(settings)
     check_place(request.replica, settings.replicas)
     check_count("incarnation", request.incarnation, MOST_INCARNATION)
+    if request.first is not None:
+        check_count("place", request.first, MOST_PLACES - settings.replicas)
     if settings.durability == "replica" and request.spec.servers < 2:
         raise InvalidInput("durability", "replica", "it needs another server, give 2 or more, or log")
     check_spec(request.spec)
@@ -122,14 +125,6 @@ def _check_chapter(number: int, length: int, batch_size: int, left_out: int) -> 
     check_count("left_out", left_out, length)
 
 
-def check_close(close: Close, replicas: int) -> None:
-    """A step, as a chief has it made."""
-    if not close.accepted:
-        raise PacelineError(f"step {close.step} has no gradient")
-    for accepted in close.accepted:
-        check_place(accepted.replica, replicas)
-
-
 def check_options(options: Sequence[Mapping[str, Option]], groups: Sequence[Mapping[str, Option]]) -> None:
     """Options of a step, against those the container was made with: numbers may change, nothing else does."""
     if len(options) != len(groups):
@@ -169,7 +164,7 @@ def _is_number(value: Option) -> bool:
 
 def check_notes(notes: ShareNotes, name: str, server: int) -> None:
     """The notes of a copy of that share, before anything is allocated for it."""
-    spec, replicas = notes.spec, notes.settings.replicas
+    spec = notes.spec
     check_container(name)
     check_spec(spec)
     check_settings(notes.settings)
@@ -177,6 +172,8 @@ def check_notes(notes: ShareNotes, name: str, server: int) -> None:
         raise PacelineError(f"this is no copy of server {server}'s share of container {name!r}")
     if (notes.chief is not None) != (server == 0):
         raise PacelineError(f"server {server} is {'' if server == 0 else 'not '}the chief, whatever its copy says")
+    if notes.chief is not None and not notes.chief.runs:
+        raise PacelineError("no run has ever trained it, whatever its copy says")
     if len(notes.addresses) != spec.servers:
         raise PacelineError(f"{len(notes.addresses)} addresses do not fit {spec.servers} servers")
     check_count("step", notes.step)
@@ -186,40 +183,51 @@ def check_notes(notes: ShareNotes, name: str, server: int) -> None:
         check_count("steps of a table", steps)
     for incarnation in notes.incarnations.values():
         check_count("incarnation", incarnation, MOST_INCARNATION)
-    members = notes.chief.members if notes.chief is not None else {}
-    for replica in (*notes.incarnations, *notes.used, *members):
-        check_place(replica, replicas)
     for pushed in notes.waiting:
-        check_place(pushed.replica, replicas)
         _check_rows(pushed.rows, len(spec.tables))
+    places = [range(MOST_PLACES)]
     if notes.chief is not None:
-        check_books(notes.chief.books)
+        places = [_checked_places(run) for run in notes.chief.runs]
+    for place in (*notes.incarnations, *notes.used, *(pushed.replica for pushed in notes.waiting)):
+        if not any(place in of_run for of_run in places):
+            raise PacelineError(f"place {place} is of no run, whatever its copy says")
+
+
+def _checked_places(run: RunNotes) -> range:
+    """Return the places of a run, whose notes make sense."""
+    check_settings(run.settings)
+    check_count("place", run.first, MOST_PLACES - run.settings.replicas)
+    _check_members(run.members, run.settings.replicas)
+    check_books(run.books)
+    return range(run.first, run.first + run.settings.replicas)
 
 
 def check_record(record: AnyRecord, container: Container) -> None:
     """What has happened to another server's share, before it happens to the copy of that."""
-    replicas = container.settings.replicas
     match record:
         case Pushed():
-            check_place(record.replica, replicas)
+            check_count("place", record.replica, MOST_PLACES - 1)
             check_count("incarnation", record.incarnation, MOST_INCARNATION)
             _check_rows(record.rows, len(container.tables))
         case PulledCopy():
-            check_place(record.replica, replicas)
+            check_count("place", record.replica, MOST_PLACES - 1)
         case RowsPut():
             if not 0 <= record.table < len(container.tables):
                 raise PacelineError(f"table {record.table} does not exist: there are {len(container.tables)}")
             check_count("start", record.start)
             check_count("steps of a table", record.steps or 0)
         case Made():
-            check_close(record.close, replicas)
             check_options(record.options, container.spec.optimizer.groups)
             if record.chapter is not None:
                 _check_counted(record.close, record.chapter)
         case MembersChanged():
-            for replica, incarnation in record.members.items():
-                check_place(replica, replicas)
-                check_count("incarnation", incarnation, MOST_INCARNATION)
+            _check_members(record.members, MOST_REPLICAS)
+
+
+def _check_members(members: Mapping[int, int], replicas: int) -> None:
+    for replica, incarnation in members.items():
+        check_place(replica, replicas)
+        check_count("incarnation", incarnation, MOST_INCARNATION)
 
 
 def _check_rows(counts: Sequence[int], tables: int) -> None:

@@ -1,29 +1,37 @@
-"""The model's buffers (BatchNorm's running statistics and others), as they are with the servers."""
+"""What the chief has of a model besides its trained parameters: buffers (BatchNorm's running statistics and others),
+parameters that are not trained, and the keys of its state_dict."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from paceline.central.chief.tickets import Close
+from paceline.central.messages.notes import ChiefNotes
 from paceline.central.messages.records import packed
 from paceline.errors import CheckpointError, PacelineError
 
 
 class ModelBuffers:
-    """The model's buffers: one copy, and what each replica has made of it."""
+    """The model's buffers: one copy, and what the replica in each place has made of it."""
 
     def __init__(self) -> None:
         self.tensors: list[tuple[str, torch.Tensor]] = []
-        self._given: dict[int, bytes] = {}  # by replica
+        self._given: dict[int, bytes] = {}  # by place
 
     @property
     def size(self) -> int:
         return sum(tensor.nbytes for _, tensor in self.tensors)
 
-    def put(self, replica: int, given: bytes) -> None:
+    def put(self, place: int, given: bytes) -> None:
         if len(given) not in (0, self.size):
-            raise PacelineError(f"replica {replica} reports {len(given)} bytes of buffers instead of {self.size}")
-        self._given[replica] = given
+            raise PacelineError(f"{len(given)} bytes of buffers were reported instead of {self.size}")
+        self._given[place] = given
+
+    def forget(self, places: Iterable[int]) -> None:
+        for place in places:
+            self._given.pop(place, None)
 
     def packed(self) -> list[memoryview]:
         return packed(tensor for _, tensor in self.tensors)
@@ -59,3 +67,35 @@ class ModelBuffers:
                 found.append(torch.stack(parts).amax(0))
             offset += tensor.nbytes
         return found
+
+
+class ModelExtras:
+    """Everything of a model that no server trains: the same for all runs."""
+
+    def __init__(self) -> None:
+        self.buffers = ModelBuffers()
+        self.frozen: list[tuple[str, torch.Tensor]] = []  # parameters that are not trained
+        self.keys: list[tuple[str, str]] = []  # of the model's state_dict, and which tensor each is
+
+    def describe(
+        self,
+        buffers: list[tuple[str, torch.Tensor]],
+        frozen: list[tuple[str, torch.Tensor]],
+        keys: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        """The model has these buffers, these parameters that are not trained, and these keys in its state_dict."""
+        self.buffers.tensors, self.frozen, self.keys = buffers, frozen, list(keys)
+
+    @property
+    def all(self) -> list[tuple[str, torch.Tensor]]:
+        return [*self.buffers.tensors, *self.frozen]
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """Return copies, as a snapshot has them."""
+        copies = {f"buffer/{name}": tensor.clone() for name, tensor in self.buffers.tensors}
+        return copies | {f"frozen/{name}": tensor.clone() for name, tensor in self.frozen}
+
+    def load(self, tensors: Mapping[str, torch.Tensor], notes: ChiefNotes) -> None:
+        buffers = [(name, tensors[f"buffer/{name}"]) for name in notes.buffers]
+        frozen = [(name, tensors[f"frozen/{name}"]) for name in notes.frozen]
+        self.describe(buffers, frozen, notes.keys)

@@ -1,87 +1,74 @@
-"""What the server that is the chief holds of a training besides its share of the parameters, and how that is noted.
+"""What the server that is the chief holds of one run, and how that is noted.
 
-All of it is guarded by one lock, `changed`. What must not be forgotten is written to the container's journal, comes
-with its snapshots (`whole`), and is made again from both (`load`, `again`).
+All of it is guarded by one lock, `changed`, which all runs of a container have in common. What must not be forgotten is
+written to the container's journal, comes with its snapshots (`notes`), and is made again from both (`load`, `again`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-
-import msgspec
-import torch
+from collections.abc import Mapping
 
 from paceline.central.chief.books import Books
 from paceline.central.chief.chief import Chief
 from paceline.central.chief.tickets import Close
-from paceline.central.container.buffers import ModelBuffers
+from paceline.central.container.bounds import check_place
 from paceline.central.container.container import Container
-from paceline.central.messages.notes import ChiefNotes
+from paceline.central.messages.notes import RunNotes
 from paceline.central.messages.records import AnyRecord, ChapterShape, Made, MembersChanged, RuleSet, TaskResult
-from paceline.errors import CheckpointError
+from paceline.central.messages.settings import Settings
+from paceline.central.shards import Option
+from paceline.errors import CheckpointError, PacelineError
 
 
 class ChiefState:
-    """The chief of a container and what goes with it."""
+    """The chief of a run and what goes with it."""
 
-    def __init__(self, container: Container, first_ticket: int = 1) -> None:
-        """`first_ticket`: a chief that follows one that has died gives a number above all that one can have used."""
-        self.container = container
-        self._first_ticket = first_ticket
-        self.changed = threading.Condition()  # guards all below
-        self.chief = self._new_chief()
-        self.buffers = ModelBuffers()
-        self.frozen: list[tuple[str, torch.Tensor]] = []  # parameters that are not trained
-        self.keys: list[tuple[str, str]] = []  # of the model's state_dict, and which tensor each is
-        self.chapters: dict[int, ChapterShape] = {}
-        self.seen = 0  # samples counted so far
-        self.trained = False  # whether this run has made a step
-        self.last: Made | None = None  # the last step that was decided, if there is a journal
-        self._noted_members: dict[int, int] = {}
-
-    def _new_chief(self) -> Chief:
-        settings = self.container.settings
-        return Chief(
+    def __init__(
+        self, container: Container, changed: threading.Condition, settings: Settings, first: int, first_ticket: int
+    ) -> None:
+        """`first`: the place of its first replica in the container. `first_ticket`: a chief that follows one that has
+        died gives a number above all that one can have used."""
+        self.container, self.changed = container, changed  # the latter guards all below
+        self.settings, self.first = settings, first
+        self.chief = Chief(
             settings.rule,
             settings.replicas,
             warmup_steps=settings.warmup_steps,
             warmup_epochs=settings.warmup_epochs,
-            first_ticket=self._first_ticket,
+            first_ticket=first_ticket,
         )
+        self.chapters: dict[int, ChapterShape] = {}
+        self.seen = 0  # samples counted so far
+        self.trained = False  # whether this run has made a step
+        self.options: dict[int, list[dict[str, Option]]] = {}  # of the optimizer, by replica: as of its last report
+        self.failure: PacelineError | None = None  # nothing is right in this run from there on
+        self._noted_members: dict[int, int] = {}
+        self._over = False
 
-    def describe(
-        self,
-        buffers: list[tuple[str, torch.Tensor]],
-        frozen: list[tuple[str, torch.Tensor]],
-        keys: Sequence[tuple[str, str]] = (),
-    ) -> None:
-        """The model has these buffers, these parameters that are not trained, and these keys in its state_dict."""
-        self.buffers.tensors, self.frozen, self.keys = buffers, frozen, list(keys)
+    def end(self) -> None:
+        """Another run goes on, and nobody of this one was there."""
+        self.failure = PacelineError(
+            f"container {self.container.name!r} has let this run go: none of its replicas was there when another came"
+        )
+        self._over = True
 
-    def begin_run(self) -> None:
-        """Another run goes on from the books. What was measured is still true; what was saved was so for another."""
-        books = self.chief.books()
-        results = [(key, sums) for key, sums in books.results if key.holds_for_later_runs]
-        self.chief = self._new_chief()
-        self.chief.load(msgspec.structs.replace(books, results=results))
-        self.trained, self.last = False, None
+    @property
+    def is_there(self) -> bool:
+        """Return whether any of its replicas is."""
+        return any(self.chief.members.values())
 
-    def books(self) -> Books:
-        with self.changed:
-            return self.chief.books()
+    @property
+    def places(self) -> range:
+        return range(self.first, self.first + self.settings.replicas)
 
-    def take_books(self, books: Books, values: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:
-        """Take over the books of another chief; and new `values` of buffers, and of what is not trained."""
+    def take_books(self, books: Books) -> None:
+        """Take over the books of another chief."""
         with self.changed:
             self.chief.load(books)
-            self.last = None
-            for tensor, value in values:
-                tensor.copy_(value)
 
     def count(self, close: Close) -> None:
         """All servers have made that step."""
-        self.buffers.merge(close)
         self.chief.closed(close)
         self.seen += close.samples
         self.trained = True
@@ -91,59 +78,51 @@ class ChiefState:
     def note(self, record: AnyRecord) -> None:
         """Write a record; `flush`, without the lock, has it survive."""
         journal = self.container.journal
-        journal.write(record, journal.seal(record, ()))
+        if not self._over:
+            journal.write(record, journal.seal(record, ()))
 
     def note_members(self) -> None:
         if self.chief.members != self._noted_members:
             self._noted_members = dict(self.chief.members)
-            self.note(MembersChanged(members=self._noted_members))
+            self.note(MembersChanged(first=self.first, members=self._noted_members))
 
     def flush(self) -> None:
         self.container.journal.flush()
 
-    def whole(self) -> tuple[dict[str, torch.Tensor], ChiefNotes]:
-        """Return what a snapshot has of this, in memory of its own."""
+    def notes(self) -> RunNotes:
+        """Return what a snapshot has of this."""
         with self.changed:
-            tensors = {f"buffer/{name}": tensor.clone() for name, tensor in self.buffers.tensors}
-            tensors |= {f"frozen/{name}": tensor.clone() for name, tensor in self.frozen}
-            return tensors, ChiefNotes(
+            return RunNotes(
+                settings=self.settings,
+                first=self.first,
                 books=self.chief.books(),
                 rule=self.chief.rule,
                 members=dict(self.chief.members),
                 chapters=dict(self.chapters),
                 trained=self.trained,
-                buffers=[name for name, _ in self.buffers.tensors],
-                frozen=[name for name, _ in self.frozen],
-                keys=self.keys,
-                last=self.last,
             )
 
-    def load(self, tensors: Mapping[str, torch.Tensor], notes: ChiefNotes) -> None:
+    def load(self, notes: RunNotes) -> None:
         """Go on from a snapshot."""
         with self.changed:
-            buffers = [(name, tensors[f"buffer/{name}"]) for name in notes.buffers]
-            frozen = [(name, tensors[f"frozen/{name}"]) for name in notes.frozen]
-            self.describe(buffers, frozen, notes.keys)
             self.chief.load(notes.books)
             self.chief.set_rule(notes.rule)
             self.chapters = dict(notes.chapters)
             self.seen = sum(self.chief.book(number).counted for number in notes.books.chapters)
-            self.trained, self.last = notes.trained, notes.last
+            self.trained = notes.trained
             self._take_members(notes.members)
 
-    def again(self, record: Made | TaskResult | RuleSet | MembersChanged, body: memoryview) -> None:
+    def again(self, record: Made | TaskResult | RuleSet | MembersChanged) -> None:
         """What the journal has since the snapshot, once more."""
         with self.changed:
             match record:
                 case Made():
                     if record.chapter is None:
                         raise CheckpointError(f"step {record.close.step} in the log is not that of a chief")
-                    self.chief.replay(record.close, *record.chapter)
+                    self.chief.replay(record.close.moved(-self.first), *record.chapter)
                     self.chapters[record.close.chapter] = record.chapter
                     self.seen += record.close.samples
                     self.trained = True
-                    self.last = record
-                    self.buffers.unpack(body)
                 case TaskResult():
                     self.chief.tasks.results[record.key] = record.values
                 case RuleSet():
@@ -152,6 +131,8 @@ class ChiefState:
                     self._take_members(record.members)
 
     def _take_members(self, members: Mapping[int, int]) -> None:
+        for replica in members:
+            check_place(replica, self.settings.replicas)
         self.chief.members.clear()
         for replica, incarnation in members.items():
             if incarnation:

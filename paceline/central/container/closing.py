@@ -1,7 +1,8 @@
 """Closing steps: what the chief decides is done on all servers, one step at a time.
 
-Whichever thread finds that a step can be closed makes it, with all servers, while the others wait. What is decided is
-in the journal before anybody acts on it: a process that follows this one decides the same.
+Whichever thread finds that a step can be closed makes it, with all servers, while the others wait. Of several runs each
+has its turn. What is decided is in the journal before anybody acts on it: a process that follows this one decides the
+same.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from functools import partial
 from typing import Any
 
 from paceline.central.chief.tickets import Close
+from paceline.central.container.buffers import ModelExtras
 from paceline.central.container.chief_state import ChiefState
+from paceline.central.container.container import Container
 from paceline.central.jobs import together
 from paceline.central.messages.connection import Connection
 from paceline.central.messages.records import Made, packed
 from paceline.central.messages.replies import Copied, Done, SquaredNorm
-from paceline.central.messages.requests import Apply, Copy, Drop, Freeze, Request, Thaw
+from paceline.central.messages.requests import Apply, Copy, Drop, Freeze, Request, Thaw, Vacate
 from paceline.central.shards import Option
 from paceline.errors import LossError, PacelineError, Stalled
 
@@ -30,12 +33,20 @@ Options = Sequence[dict[str, Option]]
 class StepCloser:
     """Has all servers do the same: steps, and copies of everything between two steps."""
 
-    def __init__(self, state: ChiefState, others: Sequence[Connection]) -> None:
+    def __init__(
+        self,
+        container: Container,
+        extras: ModelExtras,
+        changed: threading.Condition,
+        others: Sequence[Connection],
+    ) -> None:
         """`others`: connections to the other servers."""
-        self._state, self._container = state, state.container
+        self._container, self._extras = container, extras
         self._others = others
-        self._changed = state.changed  # guards all below
-        self.options: dict[int, Options] = {}  # by replica: as of its last report
+        self._changed = changed  # guards all below
+        self.runs: Sequence[ChiefState] = ()  # that train the container, or did so last
+        self.last: Made | None = None  # the last step that was decided, if there is a journal
+        self._turns = 0  # that runs have had
         self.busy = False  # a step is being made, or everything is being copied
         self.behind = False  # another server may not have made the last step yet
         self._making = False  # a step is decided: the parameters may have it, and the books have not
@@ -54,10 +65,8 @@ class StepCloser:
             self._changed.notify_all()
 
     def begin_run(self, others: Sequence[Connection]) -> None:
-        """Another run goes on, which knows the other servers under these addresses."""
-        self.options.clear()
-        if isinstance(self._failure, LossError):
-            self._failure = None  # nothing was made of that
+        """A run goes on alone, which knows the other servers under these addresses."""
+        self.last = None
         self._disconnect()
         self._others = others
 
@@ -67,18 +76,15 @@ class StepCloser:
             with self._changed:
                 if self.busy or self._failure is not None:
                     return
-                try:
-                    close = self._state.chief.next_close()
-                except LossError as error:  # whoever has reported is told
-                    self._failure, close = error, None
-                if close is None:
+                found = self._next_close()
+                if found is None:
                     self._changed.notify_all()  # somebody's ticket may have been dropped
                     return
-                options = self.options[close.accepted[-1].replica]
+                run, close = found
                 self.busy = True
             failure: BaseException | None = None
             try:
-                self._make(close, options)
+                self._make(run, close)
             except BaseException as error:
                 failure = error
             with self._changed:
@@ -86,26 +92,49 @@ class StepCloser:
                 if failure is not None:
                     self._failure = failure
                 else:
-                    self._state.count(close)
+                    self._count(run, close)
                     if self._container.journal.due:
                         self._container.journal.renew()
                 self._changed.notify_all()
 
-    def _make(self, close: Close, options: Options) -> None:
+    def _next_close(self) -> tuple[ChiefState, Close] | None:
+        """Return the step that can be made now, and whose it is."""
+        runs = self.runs
+        for turn in range(self._turns, self._turns + len(runs)):
+            run = runs[turn % len(runs)]
+            try:
+                close = run.chief.next_close() if run.failure is None else None
+            except LossError as error:  # whoever has reported is told
+                run.failure, close = error, None
+            if close is not None:
+                self._turns = (turn + 1) % len(runs)
+                return run, close
+        return None
+
+    def _count(self, run: ChiefState, close: Close) -> None:
+        """All servers have made that step."""
+        self._extras.buffers.merge(close.moved(run.first))
+        run.count(close)
+        for other in self.runs:
+            if other is not run:
+                other.chief.open_books.count_other(close.step + 1)
+
+    def _make(self, run: ChiefState, decided: Close) -> None:
         name, scale = self._container.name, 1.0
-        clip_norm = self._container.settings.clip_norm
+        close, options = decided.moved(run.first), run.options[decided.accepted[-1].replica]
+        clip_norm = run.settings.clip_norm
         if clip_norm is not None:
             ask = Apply(container=name, close=close, options=list(options), measure=True)
             squared = self._on_all(ask, SquaredNorm, lambda: SquaredNorm(squared=self._container.squared_norm(close)))
             length = math.sqrt(math.fsum(measured.squared for measured in squared))
             scale = min(1.0, clip_norm / (length + 1e-6))
         if self._container.journal.keeps:
-            chapter = self._state.chapters.get(close.chapter)
+            chapter = run.chapters.get(close.chapter)
             made = Made(close=close, options=list(options), scale=scale, chapter=chapter)
-            self._container.note(made, packed(self._state.buffers.merged(close)))
-            self._state.flush()
+            self._container.note(made, packed(self._extras.buffers.merged(close)))
+            self._container.journal.flush()
             with self._changed:
-                self._making, self._state.last = True, made
+                self._making, self.last = True, made
         apply = Apply(container=name, close=close, options=list(options), scale=scale)
         self._on_all(apply, Done, lambda: self._container.apply(close, options, scale, noted=True))
 
@@ -132,32 +161,44 @@ class StepCloser:
                 self._changed.wait()
             yield
 
-    def freeze(self) -> Copied:
-        """Have every server keep a copy of what it has, all after the same step."""
-        state, timeout_s = self._state, self._container.settings.timeout_s
+    @contextlib.contextmanager
+    def _instead_of_steps(self) -> Iterator[None]:
+        """While no step is made."""
+        timeout_s = self._container.settings.timeout_s
         give_up = time.monotonic() + timeout_s
         with self._changed:
             while self.busy:
                 if not self._changed.wait(give_up - time.monotonic()):
-                    raise Stalled(f"waited {timeout_s:g} s for step {state.chief.step} to close")
+                    raise Stalled(f"waited {timeout_s:g} s for step {self._container.step} to close")
             self.busy = True
-            self._copies += 1
-            number = self._copies
-            books = state.chief.books()
         try:
-            extras = [*state.buffers.tensors, *state.frozen]
-            request = Freeze(container=self._container.name, number=number)
-            self._on_all(request, Copied, lambda: self._container.freeze(number, extras, books))
-            return Copied(number=number, step=state.chief.step)
+            yield
         finally:
             with self._changed:
                 self.busy = False
                 self._changed.notify_all()
             self.close_steps()
 
-    def copy(self, to: str, take: Callable[[int], None], drop: Callable[[], None]) -> None:
-        """Make another container on every server. `take` and `drop` are this server's part in that."""
-        number, name = self.freeze().number, self._container.name
+    def freeze(self, run: ChiefState) -> Copied:
+        """Have every server keep a copy of what it has, all after the same step, and the chief that run's books."""
+        with self._instead_of_steps():
+            with self._changed:
+                self._copies += 1
+                number, books = self._copies, run.chief.books()
+            request = Freeze(container=self._container.name, number=number)
+            self._on_all(request, Copied, lambda: self._container.freeze(number, self._extras.all, books))
+            return Copied(number=number, step=self._container.step)
+
+    def vacate(self, places: list[int]) -> None:
+        """Have every server let go of the gradients in these places."""
+        with self._instead_of_steps():
+            self._extras.buffers.forget(places)
+            request = Vacate(container=self._container.name, places=places)
+            self._on_all(request, Done, lambda: self._container.vacate(places))
+
+    def copy(self, run: ChiefState, to: str, take: Callable[[int], None], drop: Callable[[], None]) -> None:
+        """Make another container on every server, with that run's books. `take` and `drop` are this server's part."""
+        number, name = self.freeze(run).number, self._container.name
         try:
             self._on_all(Copy(container=name, to=to, number=number), Done, lambda: take(number))
         except BaseException:
@@ -175,7 +216,7 @@ class StepCloser:
         Nobody is answered before they have: who is told of a step may rely on it.
         """
         with self._changed:
-            last = self._state.last
+            last = self.last
             if last is None or not self._others:
                 return
             self.busy = self.behind = True

@@ -2,12 +2,15 @@
 
 All servers follow the chief's closes one by one (`step_maker` makes them here), so after the same number of steps they
 hold parts of the same parameters. What happens is noted in the journal before it is acknowledged.
+
+Each replica has a *place* here, a number, for its gradients. Several runs may train one container at a time: its chief
+gives each a row of places, and tells the other servers when they are free again.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -16,7 +19,7 @@ import torch
 
 from paceline.central.chief.books import Books
 from paceline.central.chief.tickets import Close
-from paceline.central.container.bounds import check_close, check_options, check_place
+from paceline.central.container.bounds import check_options
 from paceline.central.container.journal import Journal
 from paceline.central.container.step_maker import States, StepMaker
 from paceline.central.messages.records import Made, PulledCopy, Pushed, RowsPut, packed
@@ -65,15 +68,17 @@ class Container:
         self.filled = False
         self.reopened = False  # an earlier run has left what is here
         self.lock = threading.RLock()  # held while parameters are written, or read as a whole
-        self.not_pulled: set[int] = set()  # replicas of which it is not known what they computed on
+        self._known_runs = {settings.run}
+        # Replicas are known by their places, here and below.
+        self.not_pulled: set[int] = set()  # those of which it is not known what they computed on
         self.maker = StepMaker(spec, self.arena, self.not_pulled, recording=settings.recording)
         self.tables = [Table(table, spec.optimizer.name, server, spec.servers) for table in spec.tables]
-        self.rows: dict[int, list[Rows]] = {}  # by replica: its gradients for the tables
-        self.staged: dict[int, int] = {}  # by replica: the ticket whose gradient is here
-        self._staged_by: dict[int, int] = {}  # by replica: the incarnation that it came from
-        self.used: dict[int, int] = {}  # by replica: the last ticket that went into a step
-        self.incarnations: dict[int, int] = {}  # the newest of each replica
-        self._pushers: WeakValueDictionary[int, Pusher] = WeakValueDictionary()  # by replica: the newest connection
+        self.rows: dict[int, list[Rows]] = {}  # its gradients for the tables
+        self.staged: dict[int, int] = {}  # the ticket whose gradient is here
+        self._staged_by: dict[int, int] = {}  # the incarnation that it came from
+        self.used: dict[int, int] = {}  # the last ticket that went into a step
+        self.incarnations: dict[int, int] = {}  # the newest of each
+        self._pushers: WeakValueDictionary[int, Pusher] = WeakValueDictionary()  # the newest connection of each
         self.addresses: list[str] = []  # of all servers
         self.journal = Journal()  # where everything is noted before it is acknowledged
         self._frozen: dict[int, FrozenCopy] = {}
@@ -86,25 +91,33 @@ class Container:
     def bytes(self) -> int:
         return self.layout.bytes
 
-    def reopen(self, spec: Spec, settings: Settings) -> None:
-        """Let another run go on with what is here: it may have other replicas, and other options of the optimizer."""
+    def reopen(self, spec: Spec, settings: Settings) -> bool:
+        """Let another run train what is here: it may have other options of the optimizer. Return whether it is new."""
         with self.lock:
-            if settings.run == self.settings.run:
-                return
-            state, old = self.maker.state(), self.arena
-            if settings.replicas != self.settings.replicas:
-                self.arena = ServerArena.create(self.layout, settings.replicas)
-                self.arena.parameters.copy_(old.parameters)
-                self.arena.version = old.version
-                old.arena.close()
-            self.spec, self.settings = spec, settings
-            self.shards = Shards(spec)
-            self.layout = self.arena.layout = self.shards.layouts[self.server]
-            self.maker = StepMaker(spec, self.arena, self.not_pulled, recording=settings.recording)
-            self.maker.take_state(state)
-            for of_run in (self.staged, self._staged_by, self.used, self.rows, self.incarnations, self._pushers):
-                of_run.clear()
+            if settings.run in self._known_runs:
+                return False
+            self._known_runs.add(settings.run)
+            if (spec, settings.recording) != (self.spec, self.settings.recording):
+                state = self.maker.state()
+                self.spec, self.shards = spec, Shards(spec)
+                self.layout = self.arena.layout = self.shards.layouts[self.server]
+                self.maker = StepMaker(spec, self.arena, self.not_pulled, recording=settings.recording)
+                self.maker.take_state(state)
+            self.settings = settings
             self.reopened = self.filled
+            return True
+
+    def vacate(self, places: Iterable[int]) -> None:
+        """Nobody is in these places any more: whoever comes from there is not listened to."""
+        with self.lock:
+            left = [pusher for place in places if (pusher := self._pushers.pop(place, None)) is not None]
+            for place in places:
+                for held in (self.staged, self._staged_by, self.used, self.rows, self.incarnations):
+                    held.pop(place, None)
+                self.not_pulled.discard(place)
+                self.arena.remove_place(place)
+        for pusher in left:
+            pusher.supersede()
 
     def take_over(self, copy: FrozenCopy) -> None:
         """Begin with what another container was."""
@@ -119,13 +132,15 @@ class Container:
         """Give the memory back."""
         with self.lock:
             self._frozen.clear()
-            for arena in (self.arena.arena, *(table.arena for table in self.tables)):
-                arena.close()
+            self.arena.close()
+            for table in self.tables:
+                table.arena.close()
 
     # ── gradients ────────────────────────────────────────────────────────────────────────────────────────
 
     def admit(self, replica: int, incarnation: int) -> None:
-        """A process takes the place of `replica`: older ones are not listened to any more."""
+        """A process takes that place: older ones are not listened to any more."""
+        self.arena.make_place(replica)
         self.incarnations[replica] = max(incarnation, self.incarnations.get(replica, 0))
 
     def connect(self, replica: int, incarnation: int, by: Pusher, *, shared: bool) -> None:
@@ -139,13 +154,24 @@ class Container:
         if before is not None and before is not by:
             before.supersede()
 
+    def check_place(self, replica: int) -> None:
+        if replica not in self.arena.places:
+            raise PacelineError(f"place {replica} of container {self.name!r} is nobody's: open it first")
+
+    def _check_close(self, close: Close) -> None:
+        """A step, as a chief has it made."""
+        if not close.accepted:
+            raise PacelineError(f"step {close.step} has no gradient")
+        for accepted in close.accepted:
+            self.check_place(accepted.replica)
+
     def _check_incarnation(self, replica: int, incarnation: int) -> None:
         if incarnation < self.incarnations.get(replica, 0):
             raise PacelineError(f"replica {replica} was started again since: this process no longer takes part")
 
     def check_push(self, replica: int, incarnation: int, ticket: int, by: Pusher) -> None:
         """Refuse the gradient of a process, or a connection, that another has followed, and one that is over."""
-        check_place(replica, self.settings.replicas)
+        self.check_place(replica)
         self._check_incarnation(replica, incarnation)
         if self._pushers.get(replica) is not by:
             raise PacelineError(f"replica {replica} has another connection to server {self.server}: push there")
@@ -209,8 +235,8 @@ class Container:
 
     def squared_norm(self, close: Close) -> float:
         """Return the squared length of the step's gradient, as far as it lies here."""
-        check_close(close, self.settings.replicas)
         with self.lock:
+            self._check_close(close)
             total = self.maker.squared_norm(close)
             for number, table in enumerate(self.tables):
                 if given := self._rows_of(close, number):
@@ -221,10 +247,10 @@ class Container:
         self, close: Close, options: Sequence[Mapping[str, Option]], scale: float = 1.0, *, noted: bool = False
     ) -> None:
         """Make the step. One that was made before is not made again. `noted`: it is in the journal already."""
-        check_close(close, self.settings.replicas)
         check_options(options, self.spec.optimizer.groups)
         with self.lock:
             if close.step == self.step:
+                self._check_close(close)
                 self.check_staged(close)
                 if not noted:
                     self.note(Made(close=close, options=[dict(given) for given in options], scale=scale))
@@ -266,8 +292,8 @@ class Container:
 
     def pull(self, replica: int) -> tuple[int, torch.Tensor]:
         """Return the step and the parameters after it, copied to where they are remembered as this replica's."""
-        check_place(replica, self.settings.replicas)
         with self.lock:
+            self.check_place(replica)
             place = self.arena.pulled[replica]
             place.copy_(self.arena.parameters)
             self.not_pulled.discard(replica)
@@ -281,7 +307,7 @@ class Container:
 
     def forget_pulled(self) -> None:
         """Correct nothing by what replicas have pulled until they pull again: that went with the process."""
-        self.not_pulled.update(range(self.settings.replicas))
+        self.not_pulled.update(self.arena.places)
 
     def freeze(self, number: int, extras: Tensors = (), books: Books | None = None) -> FrozenCopy:
         """Keep a copy of everything under that number, and return it."""

@@ -20,6 +20,7 @@ class Presence:
         self._changed = state.changed  # guards all below
         self._connections: Counter[tuple[int, int]] = Counter()  # how many each replica has, by incarnation
         self._missing: dict[int, tuple[int, float]] = {}  # by replica: its incarnation, and when it leaves
+        self.left_at = time.monotonic()  # when somebody was last taken off the list
 
     @property
     def members(self) -> list[int]:
@@ -33,14 +34,15 @@ class Presence:
             there = self._state.chief.members.get(replica)
         return there is not None and (incarnation is None or there in (0, incarnation))
 
-    def begin_run(self) -> None:
-        """Forget who was there: the replicas of another run will come."""
-        self._connections.clear()
-        self._missing.clear()
+    @property
+    def certain(self) -> bool:
+        """Return whether it is known of every member that it is there: nobody's last connection has just ended."""
+        with self._changed:
+            return not self._missing
 
     def join(self, replica: int, incarnation: int) -> None:
         with self._changed:
-            check_place(replica, self._state.container.settings.replicas)
+            check_place(replica, self._state.settings.replicas)
             self._state.chief.join(replica, incarnation)
             self._state.note_members()
             self._connections[replica, incarnation] += 1
@@ -49,7 +51,7 @@ class Presence:
 
     def check(self, replica: int, incarnation: int) -> None:
         """Refuse a process that another has followed; one that was gone for too long, and is back, joins again."""
-        check_place(replica, self._state.container.settings.replicas)
+        check_place(replica, self._state.settings.replicas)
         if not self._state.chief.is_member(replica, incarnation):
             self._state.chief.join(replica, incarnation)
             self._state.note_members()
@@ -78,6 +80,7 @@ class Presence:
     def leave(self, replica: int, incarnation: int) -> None:
         with self._changed:
             self._state.chief.leave(replica, incarnation or None)
+            self.left_at = time.monotonic()
             self._state.note_members()
             self._missing.pop(replica, None)
             self._changed.notify_all()

@@ -136,8 +136,8 @@ class StepMaker:
             updater.optimizer.refresh_options()
 
     def _touched(self, close: Close) -> list[int]:
-        rows = [accepted.replica for accepted in close.accepted]
-        touched: list[int] = self._arena.touched[rows].amax(0).tolist()
+        rows = [self._arena.touched[accepted.replica] for accepted in close.accepted]
+        touched: list[int] = torch.stack(rows).amax(0).tolist()
         return touched
 
     # ── gradients ────────────────────────────────────────────────────────────────────────────────────────

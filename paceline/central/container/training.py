@@ -1,4 +1,4 @@
-"""The training of a container, on the server that is its chief: what replicas ask, and what they are answered.
+"""One run's training of a container, on the server that is its chief: what replicas ask, and what they are answered.
 
 Requests come in on many threads. What the chief decides is carried out by `closing`; a report is answered when its step
 has been made everywhere, so what is acknowledged is there to stay, and whoever is told about a step can pull it from
@@ -7,26 +7,21 @@ any server.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TypeVar
 
-from paceline.central.chief.tasks import EvaluationTask
+from paceline.central.chief.books import Books
+from paceline.central.chief.tasks import EvaluationTask, FillTask, ResumeTask
 from paceline.central.chief.tickets import End, Outcome, Wait, Work
 from paceline.central.container.bounds import check_ask, check_count, check_loss, check_options
+from paceline.central.container.buffers import ModelExtras
 from paceline.central.container.chief_state import ChiefState
 from paceline.central.container.closing import StepCloser
-from paceline.central.container.container import Container
-from paceline.central.container.presence import GRACE_S, Presence
-from paceline.central.messages.connection import Connection
+from paceline.central.container.presence import Presence
 from paceline.central.messages.records import RuleSet, TaskResult
 from paceline.central.messages.replies import Ended, Result, Settled, TaskPart, Ticket, Waiting
 from paceline.central.messages.requests import Ask, GiveBack, Report, Task, TaskDone
-from paceline.central.messages.settings import Settings
-from paceline.central.shards import Spec
 from paceline.data.script_call import ScriptCall
 from paceline.errors import ModelError, PacelineError
 from paceline.loss_value import LossPart, differing_kinds
@@ -38,49 +33,24 @@ Found = TypeVar("Found")
 
 
 class ContainerTraining:
-    """Trains one container."""
+    """One run's training of a container."""
 
-    def __init__(self, container: Container, others: Sequence[Connection], *, first_ticket: int = 1) -> None:
-        """`others`: connections to the other servers. `first_ticket`: see `ChiefState`."""
-        self.container = container
-        self.state = ChiefState(container, first_ticket)
-        self.presence = Presence(self.state)
-        self.closer = StepCloser(self.state, others)
-        self._changed = self.state.changed  # guards all below
+    def __init__(self, state: ChiefState, extras: ModelExtras, closer: StepCloser) -> None:
+        """`extras`, `closer`: the container's."""
+        self.state = state
+        self.container, self._extras, self._closer = state.container, extras, closer
+        self.presence = Presence(state)
+        self._changed = state.changed  # guards all below
         self._checks: list[int] = []  # checksums of the parameters that the first replica has brought
         self._calls: dict[int | EvaluationTask, ScriptCall] = {}  # as whoever was first has made them
-        self._difference: PacelineError | None = None  # between replicas: nothing is right from there on
         self._counted: bool | None = None  # whether the loss is (sum, count), as whoever was first says
 
-    # ── runs and their replicas ──────────────────────────────────────────────────────────────────────────
-
-    def reopen(self, spec: Spec, settings: Settings, others: Sequence[Connection]) -> None:
-        """Another run goes on with this container, if nobody is at it any more."""
-        give_up = time.monotonic() + 3 * GRACE_S  # those of the run before may just be leaving
-        with self._changed:
-            while self.container.settings.run != settings.run and (self.closer.busy or self.presence.members):
-                if not self._changed.wait(give_up - time.monotonic()) and time.monotonic() >= give_up:
-                    raise PacelineError(
-                        f"container {self.container.name!r} is being trained by another run, replicas "
-                        f"{', '.join(map(str, self.presence.members))}: wait for its end, or give another name"
-                    )
-            if self.container.settings.run == settings.run:
-                return  # another replica of this run was first
-            self.container.reopen(spec, settings)
-            self.state.begin_run()
-            self.presence.begin_run()
-            self.closer.begin_run(others)
-            self._checks, self._calls, self._difference, self._counted = [], {}, None, None
-
-    def go_on(self) -> None:
-        """Take up the work of the process before."""
-        self.presence.expect_all_back()
-        self.closer.repeat_last_step()
+    # ── replicas ─────────────────────────────────────────────────────────────────────────────────────────
 
     def compare(self, replica: int, checks: list[int]) -> None:
         """Refuse replicas that do not start from the same parameters, bit by bit."""
         with self._changed:
-            if self.state.chief.step or not checks:
+            if self.state.chief.version or not checks:
                 return
             self._checks = self._checks or checks
             for name, mine, theirs in zip(self.container.shards.names, checks, self._checks, strict=True):
@@ -104,10 +74,10 @@ class ContainerTraining:
         self._raise_for_all(differing_kinds(counted=loss.counted) if loss.counted != self._counted else None)
 
     def _raise_for_all(self, difference: PacelineError | None) -> None:
-        self._difference = self._difference or difference
-        if self._difference is not None:
+        self.state.failure = self.state.failure or difference
+        if self.state.failure is not None:
             self._changed.notify_all()
-            raise self._difference
+            raise self.state.failure
 
     def lost(self, replica: int, incarnation: int, *, at_once: bool) -> None:
         """A connection of that replica has ended."""
@@ -121,13 +91,33 @@ class ContainerTraining:
 
     def leave(self, replica: int, incarnation: int) -> None:
         self.presence.leave(replica, incarnation)
-        self.closer.close_steps()
+        self._closer.close_steps()
 
     def abandon(self) -> None:
         """Nobody is expected: this is a copy, and whoever wants to train it says so."""
         with self._changed:
             for replica in list(self.state.chief.members):
                 self.state.chief.leave(replica)
+
+    def check_alone(self, what: str) -> None:
+        """Refuse what would change the others' training too."""
+        with self._changed:
+            alone = not any(run.is_there for run in self._closer.runs if run is not self.state)
+        if not alone:
+            raise PacelineError(
+                f"container {self.container.name!r} is being trained by other runs: this one cannot {what}; give it a "
+                "container of its own (--container)"
+            )
+
+    @property
+    def has_filled(self) -> bool:
+        """Return whether it has given the container its first values, and all of them."""
+        with self._changed:
+            return self.state.trained or FillTask() in self.state.chief.tasks.results
+
+    def books(self) -> Books:
+        with self._changed:
+            return self.state.chief.books()
 
     def stop(self) -> None:
         """Let the run end after the step in progress."""
@@ -137,18 +127,20 @@ class ContainerTraining:
 
     def set_rule(self, rule: Rule) -> None:
         """From now on steps close by `rule`."""
+        if not rule.is_async:
+            self.check_alone("be sync")
         with self._changed:
             self.state.chief.set_rule(rule)
-            self.state.note(RuleSet(rule=rule))
+            self.state.note(RuleSet(first=self.state.first, rule=rule))
             self._changed.notify_all()
         self.state.flush()
-        self.closer.close_steps()
+        self._closer.close_steps()
 
     def _check(self, replica: int, incarnation: int) -> None:
+        self._closer.check()
+        if self.state.failure is not None:
+            raise self.state.failure
         self.presence.check(replica, incarnation)
-        self.closer.check()
-        if self._difference is not None:
-            raise self._difference
 
     def _speaks(self, replica: int) -> bool:
         """Return whether that replica speaks for the others."""
@@ -164,7 +156,7 @@ class ContainerTraining:
         with self._changed:
             while True:
                 self._check(request.replica, request.incarnation)
-                found = "another server, which was started again" if self.closer.behind else look()
+                found = "another server, which was started again" if self._closer.behind else look()
                 if not isinstance(found, str):
                     return found
                 if not self._changed.wait(give_up - time.monotonic()):
@@ -177,10 +169,10 @@ class ContainerTraining:
             answer = self._work_for(request)
             if isinstance(answer, Work):
                 return self._ticket(answer)
-            if isinstance(answer, Wait) or self.closer.busy:
+            if isinstance(answer, Wait) or self._closer.busy:
                 return answer.why if isinstance(answer, Wait) else "the servers to update"
             chief = self.state.chief
-            return Ended(step=chief.step, stop=answer.stop, loss=chief.last.loss)
+            return Ended(step=chief.step, version=chief.version, stop=answer.stop, loss=chief.last.loss)
 
         return self._answer(request, look, at_once=request.at_once)
 
@@ -211,18 +203,19 @@ class ContainerTraining:
             self._check(request.replica, request.incarnation)
             self.state.chief.give_back(request.replica, request.ticket)
             self._changed.notify_all()
-        self.closer.close_steps()
+        self._closer.close_steps()
 
     def buffers_now(self) -> list[memoryview]:
         """Return the buffers, all as they were after one step: another may be made while they are sent."""
         with self._changed:
-            return [memoryview(bytes(packed)) for packed in self.state.buffers.packed()]
+            return [memoryview(bytes(packed)) for packed in self._extras.buffers.packed()]
 
     def _ticket(self, work: Work) -> Ticket:
         following, chief = work.following, self.state.chief
         return Ticket(
             ticket=work.ticket,
             step=work.step,
+            version=work.version,
             epoch=work.epoch,
             runs=[(run.start, run.stop) for run in work.runs],
             part=work.part,
@@ -240,11 +233,11 @@ class ContainerTraining:
         with self._changed:
             self._check(replica, request.incarnation)
             self._compare_losses(request.loss)
-            self.closer.options[replica] = request.options
-            self.state.buffers.put(replica, buffers)
+            self.state.options[replica] = request.options
+            self._extras.buffers.put(self.state.first + replica, buffers)
             self.state.chief.report(replica, request.ticket, request.pulled, request.loss, time.monotonic())
             self._changed.notify_all()
-        self.closer.close_steps()
+        self._closer.close_steps()
 
         def look() -> Settled | Ticket | str:
             chief = self.state.chief
@@ -261,6 +254,7 @@ class ContainerTraining:
         return Settled(
             accepted=outcome.step,
             step=self.state.chief.step,
+            version=self.state.chief.version,
             loss=outcome.loss,
             samples=outcome.samples,
             replicas=len(self.state.chief.members),
@@ -275,6 +269,8 @@ class ContainerTraining:
     def task(self, request: Task) -> TaskPart | Result | Waiting:
         """Return a part of a task to do, or what came of it; wait a moment for those who are at it."""
         check_count("dataset length", request.length)
+        if isinstance(request.key, ResumeTask):
+            self.check_alone("take over a checkpoint")
 
         def look() -> TaskPart | Result | str:
             if self.state.trained and request.key.over_after_a_step:
@@ -301,25 +297,6 @@ class ContainerTraining:
             tasks.finish(request.replica, request.key, request.part, request.values)
             result = tasks.results.get(request.key)
             if result is not None and not known:
-                self.state.note(TaskResult(key=request.key, values=result))
+                self.state.note(TaskResult(first=self.state.first, key=request.key, values=result))
             self._changed.notify_all()
         self.state.flush()
-
-
-@dataclass(frozen=True)
-class Share:
-    """One server's share of a container; on the chief with the training."""
-
-    container: Container
-    training: ContainerTraining | None = None
-
-    def between_steps(self) -> AbstractContextManager[None]:
-        """While nothing of it changes but by pushes: the parameters and the books are of the same step."""
-        return self.training.closer.between_steps() if self.training is not None else contextlib.nullcontext()
-
-    def close(self) -> None:
-        """Give the memory back; whoever waits for the training fails."""
-        if self.training is not None:
-            self.training.closer.close()
-        self.container.journal.renew = lambda: None  # it would hold on to the memory
-        self.container.close()

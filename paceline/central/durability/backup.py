@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from paceline.central.container.bounds import check_count, check_record
-from paceline.central.container.training import Share
+from paceline.central.container.runs import Share
 from paceline.central.durability.recovery import rebuilt
 from paceline.central.durability.snapshot import Tensors, again, whole
 from paceline.central.messages.notes import ShareNotes

@@ -22,7 +22,7 @@ import torch
 
 from paceline.central.container.bounds import check_notes, check_record
 from paceline.central.container.container import Container
-from paceline.central.container.training import ContainerTraining, Share
+from paceline.central.container.runs import ContainerRuns, Share
 from paceline.central.durability.log_journal import LogJournal
 from paceline.central.durability.peer_journal import NOTE, Connect, KeptBy, PeerJournal, Say
 from paceline.central.durability.record_file import ADVICE
@@ -32,6 +32,7 @@ from paceline.central.messages.notes import ShareNotes
 from paceline.central.messages.replies import Kept, Missing
 from paceline.central.messages.requests import Fetch
 from paceline.central.messages.tensor_bytes import named_tensors
+from paceline.central.shards import Shards
 from paceline.errors import CheckpointError, PacelineError
 from paceline.net.frames import printable
 
@@ -69,8 +70,8 @@ def recover(folder: Path, to_others: ToOthers, connect: Connect | None = None, s
         else:
             share = _recover(path, to_others)
         if share is not None:
-            if share.training is not None:
-                share.training.go_on()
+            if share.runs is not None:
+                share.runs.go_on()
             yield share
 
 
@@ -137,15 +138,18 @@ def rebuilt(
 ) -> Share:
     """Return a share as a snapshot says, which must be of that container and, if it is known, of that server."""
     check_notes(notes, name, notes.server if server is None else server)
+    given, needed = tensors["parameters"].nbytes, Shards(notes.spec).layouts[notes.server].bytes
+    if given != needed:  # before room is made for what somebody only says that there is
+        raise CheckpointError(f"parameters are {given} bytes and should be {needed}")
     container = Container(notes.name, notes.spec, notes.server, notes.settings)
     try:
-        training = None
+        runs = None
         if notes.chief is not None:
             # No ticket that the process before has handed out has such a number.
             first_ticket = time.time_ns() // 1000
             others = to_others(notes.addresses, notes.settings.timeout_s)
-            training = ContainerTraining(container, others, first_ticket=first_ticket)
-        share = Share(container, training)
+            runs = ContainerRuns(container, others, first_ticket=first_ticket)
+        share = Share(container, runs)
         load(share, tensors, notes)
         return share
     except BaseException:

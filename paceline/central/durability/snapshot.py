@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from paceline.central.container.container import Container, FrozenCopy
+from paceline.central.container.runs import Share
 from paceline.central.container.step_maker import States
-from paceline.central.container.training import Share
 from paceline.central.messages.notes import ShareNotes
 from paceline.central.messages.records import (
     AnyRecord,
@@ -43,7 +43,7 @@ def save(share: Share, *, wait: bool) -> None:
 def whole(share: Share) -> tuple[Tensors, ShareNotes]:
     """Return a snapshot, in memory of its own."""
     container = share.container
-    tensors, chief = share.training.state.whole() if share.training is not None else ({}, None)
+    tensors, chief = share.runs.whole() if share.runs is not None else ({}, None)
     with container.lock:
         copy, numbers = container.copy(), []
         tensors["parameters"] = copy.parameters
@@ -122,8 +122,8 @@ def load(share: Share, tensors: Mapping[str, torch.Tensor], notes: ShareNotes) -
     for pushed in notes.waiting:
         _push_again(container, pushed, packed([tensors[f"waiting/{pushed.replica}"]])[0])
     container.forget_pulled()
-    if share.training is not None and notes.chief is not None:
-        share.training.state.load(tensors, notes.chief)
+    if share.runs is not None and notes.chief is not None:
+        share.runs.load(tensors, notes.chief)
 
 
 def _check_alike(name: str, given: torch.Tensor, held: torch.Tensor) -> None:
@@ -139,6 +139,7 @@ def again(share: Share, record: AnyRecord, body: memoryview) -> None:
         case Pushed():
             _push_again(container, record, body)
         case PulledCopy():
+            container.check_place(record.replica)
             (parameters,) = _split(body, [container.bytes])
             container.arena.pulled[record.replica].copy_(parameters)
             container.not_pulled.discard(record.replica)
@@ -152,11 +153,12 @@ def again(share: Share, record: AnyRecord, body: memoryview) -> None:
         case Made():
             container.apply(record.close, record.options, record.scale, noted=True)
             container.forget_pulled()  # whatever corrects a step stands right before it
-    if share.training is not None and isinstance(record, Made | TaskResult | RuleSet | MembersChanged):
-        share.training.state.again(record, body)
+    if share.runs is not None and isinstance(record, Made | TaskResult | RuleSet | MembersChanged):
+        share.runs.again(record, body)
 
 
 def _push_again(container: Container, pushed: Pushed, body: memoryview) -> None:
+    container.admit(pushed.replica, pushed.incarnation)
     place = container.arena.gradients[pushed.replica]
     counts = zip(pushed.rows, container.tables, strict=False)
     of_rows = [size for count, table in counts for size in (8 * count, 4 * table.spec.width * count)]
@@ -166,7 +168,6 @@ def _push_again(container: Container, pushed: Pushed, body: memoryview) -> None:
         Rows(ids.clone().view(torch.int64), values.clone().view(torch.float32).view(-1, table.spec.width))
         for table, ids, values in zip(container.tables, given[1::2], given[2::2], strict=False)
     ]
-    container.admit(pushed.replica, pushed.incarnation)
     container.take_push(pushed, rows)
 
 

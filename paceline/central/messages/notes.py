@@ -12,14 +12,22 @@ from paceline.central.shards import Spec
 from paceline.rules import Rule
 
 
-class ChiefNotes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What only the chief knows."""
+class RunNotes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One run that trains the container, or was the last to do so."""
 
+    settings: Settings
+    first: int  # the place of its first replica
     books: Books
     rule: Rule
     members: dict[int, int]  # incarnations by replica
     chapters: dict[int, ChapterShape]
-    trained: bool  # whether this run has made a step
+    trained: bool  # whether it has made a step
+
+
+class ChiefNotes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What only the chief knows."""
+
+    runs: list[RunNotes]
     buffers: list[str]
     frozen: list[str]  # parameters that are not trained
     keys: list[tuple[str, str]]  # of the model's state_dict, and which tensor each is
@@ -38,8 +46,8 @@ class ShareNotes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     numbers: list[tuple[int, str, float]]  # of the optimizer's state: slot, key, value
     table_steps: list[int]
     waiting: list[Pushed]  # gradients that are in no step yet
-    incarnations: dict[int, int]  # by replica
-    used: dict[int, int]  # by replica: the last ticket that went into a step
+    incarnations: dict[int, int]  # by place, as all of gradients
+    used: dict[int, int]  # by place: the last ticket that went into a step
     chief: ChiefNotes | None = None
 
 

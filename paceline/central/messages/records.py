@@ -26,7 +26,7 @@ class Record(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, 
 class Pushed(Record, frozen=True, kw_only=True):
     """A gradient is here. Body: the flat buffer."""
 
-    replica: int
+    replica: int  # its place in the container, as in all records of gradients
     incarnation: int
     ticket: int
     untouched: list[int]
@@ -57,18 +57,24 @@ class Made(Record, frozen=True, kw_only=True):
     chapter: ChapterShape | None = None  # on the chief
 
 
-class TaskResult(Record, frozen=True, kw_only=True):
+class OfRun(Record, frozen=True, kw_only=True):
+    """What only the chief of one run has to know."""
+
+    first: int = 0  # the place of that run's first replica
+
+
+class TaskResult(OfRun, frozen=True, kw_only=True):
     """A task is done."""
 
     key: TaskKey
     values: list[float]
 
 
-class RuleSet(Record, frozen=True, kw_only=True):
+class RuleSet(OfRun, frozen=True, kw_only=True):
     rule: Rule
 
 
-class MembersChanged(Record, frozen=True, kw_only=True):
+class MembersChanged(OfRun, frozen=True, kw_only=True):
     """Who takes part from now on: incarnations by replica."""
 
     members: dict[int, int]

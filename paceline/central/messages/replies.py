@@ -36,11 +36,14 @@ class Refused(_Reply, frozen=True, kw_only=True):
 class Opened(_Reply, frozen=True, kw_only=True):
     """The container is there."""
 
-    step: int
+    step: int  # the version of the parameters
     filled: bool
     arena: tuple[int, int] | None  # process and descriptor, if memory can be shared
-    reopened: bool = False  # an earlier run has left what is there
+    place: tuple[int, int] | None = None  # the same of the replica's place
+    reopened: bool = False  # an earlier run, or another, has left what is there
     tables: list[tuple[int, int]] = []  # the same of every table
+    first: int = 0  # this and what follows is known to the chief: the place of the run's first replica
+    made: int = 0  # steps of this run
 
 
 class Pulled(_Reply, frozen=True, kw_only=True):
@@ -52,6 +55,7 @@ class Ticket(_Reply, frozen=True, kw_only=True):
 
     ticket: int
     step: int
+    version: int
     epoch: int
     runs: list[Run]
     part: int
@@ -71,6 +75,7 @@ class Ended(_Reply, frozen=True, kw_only=True):
     """No more work in this chapter; body: the merged buffers."""
 
     step: int
+    version: int
     stop: bool
     loss: float
 
@@ -81,6 +86,7 @@ class Settled(_Reply, frozen=True, kw_only=True):
 
     accepted: int | None
     step: int  # closed so far
+    version: int
     loss: float
     samples: int
     replicas: int  # members now
@@ -127,6 +133,16 @@ class SquaredNorm(_Reply, frozen=True, kw_only=True):
     squared: float
 
 
+class RunListing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One run that trains a container, or was the last to do so."""
+
+    replicas: list[int]  # that are there
+    rule: str
+    step: int  # closed so far
+    seen: int  # samples
+    loss: float
+
+
 class Listing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One container, as a list shows it."""
 
@@ -136,6 +152,7 @@ class Listing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     tensors: int
     optimizer: str
     replicas: int = 0  # this and what follows is known to the chief
+    runs: int = 0  # that are there
     rule: str = ""
     loss: float = 0.0
 
@@ -145,7 +162,8 @@ class Listed(_Reply, frozen=True, kw_only=True):
 
 
 class Described(_Reply, frozen=True, kw_only=True):
-    """A container, as one of its servers sees it. The chief knows the fields below `addresses`."""
+    """A container, as one of its servers sees it. The chief knows the fields below `addresses`; of several runs they
+    are those of the one that came last."""
 
     spec: Spec
     server: int
@@ -154,6 +172,7 @@ class Described(_Reply, frozen=True, kw_only=True):
     members: list[int] = []  # replicas that are there
     rule: Rule = Sync()
     accepting: int = 0
+    runs: list[RunListing] = []
     keys: list[tuple[str, str]] = []
     buffers: list[Entry] = []
     frozen: list[Entry] = []

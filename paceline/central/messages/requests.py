@@ -37,7 +37,8 @@ class _OfContainer(_Request, frozen=True, kw_only=True):
 
 
 class _OfReplica(_OfContainer, frozen=True, kw_only=True):
-    """From one of its replicas, and of which of that replica's processes it is."""
+    """From one of its replicas, and of which of that replica's processes it is. The chief is told the replica's number
+    in the run, and with a gradient comes its place in the container."""
 
     replica: int
     incarnation: int
@@ -72,6 +73,7 @@ class Open(_OfReplica, frozen=True, kw_only=True):
     server: int  # which of them is addressed
     machine: str  # where the replica runs: whether memory can be shared
     checks: list[int]  # a checksum of each parameter's initial value
+    first: int | None = None  # the place of the run's first replica, as the chief has said
 
 
 class Fill(_OfContainer, frozen=True, kw_only=True):
@@ -97,7 +99,7 @@ class Push(_OfReplica, frozen=True, kw_only=True):
 class Pull(_OfContainer, frozen=True, kw_only=True):
     """The parameters after at least `at_least` steps. Reply's body: coded by `wire`."""
 
-    replica: int
+    replica: int  # its place
     at_least: int
     wire: str
 
@@ -253,6 +255,12 @@ class Drop(_OfContainer, frozen=True, kw_only=True):
     force: bool = False
 
 
+class Vacate(_OfContainer, frozen=True, kw_only=True):
+    """The chief tells another server that nobody is in these places any more."""
+
+    places: list[int]
+
+
 class Copy(_OfContainer, frozen=True, kw_only=True):
     """Make another container out of one, all at one step; said to the chief, and by it to the other servers."""
 
@@ -285,7 +293,7 @@ class Forget(_OfShare, frozen=True, kw_only=True):
 
 Greeting = Hello | Proof
 OfReplica = Open | Fill | Push | Pull | PullRows | PutRows | Ask | Report | Task | TaskDone | GiveBack | Leave
-OfTraining = Stop | SetRule | Freeze | Thaw | Restore | Apply | Drop | Copy  # as a whole
+OfTraining = Stop | SetRule | Freeze | Thaw | Restore | Apply | Drop | Copy | Vacate  # as a whole
 Reading = ReadBuffers | Look | Describe | ReadFrozen | ReadBooks | Containers
 OfAnotherServer = KeepWhole | Keep | Fetch | Forget  # about its share
 Request = Greeting | OfReplica | OfTraining | Reading | OfAnotherServer

@@ -74,7 +74,7 @@ class LeadingEngine(CentralizedEngine):
     @contextmanager
     def whole_model(self) -> Iterator[nn.Module]:
         self._devices.take_buffers()
-        with lent(self._devices.model, self.client.whole.parameters_now(self.client.step)):
+        with lent(self._devices.model, self.client.whole.parameters_now(self.client.version)):
             yield self._devices.model
 
     def agree(self, call: ScriptCall) -> None:
@@ -271,6 +271,12 @@ class FollowingEngine:
     def take_state(self, model: dict[str, torch.Tensor], optimizer: StateByName, state: RunState) -> None:
         self.once(0, lambda: None)
         self._parameters.forget()
+
+    def kept_by_hosts(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def take_kept_by_hosts(self, saved: dict[str, torch.Tensor]) -> None:
+        """Hosts exchange with servers, and not with each other."""
 
     def close(self) -> None:
         for connection in self._connections:

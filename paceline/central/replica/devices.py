@@ -139,7 +139,6 @@ class Devices:
             state_blocks=(0,) * len(inside.layout.chunks),
             scratch_bytes=SMALLEST_SCRATCH_BYTES,
             buffer_bytes=inside.buffer_bytes,
-            several_hosts=False,
         )
         if self.leads:
             inside.fill(ModelArena.create(inside.layout, sizes, sparse=True))

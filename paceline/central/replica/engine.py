@@ -104,7 +104,7 @@ class CentralizedEngine:
             share_memory=strategy.exchange != "tcp",
             ended=None if strategy.in_graph else partial(self._ended, strategy.devices),
         )
-        self.client = self._open(model, optimizer, replica=place.replica)
+        self.client = self._own_client(model, optimizer, place.replica)
         self._worker = ClientWorker(self.client)
         if self._board is not None and not self._board.alive(self._row):
             self._board.set(self._row, Word.ADMITTED, incarnation)  # one that was started again takes part at once
@@ -113,6 +113,9 @@ class CentralizedEngine:
         self._resumes = 0
         self._sync = True
         self.enter(Phase.BETWEEN)
+
+    def _own_client(self, model: nn.Module, optimizer: Optimizer, replica: int) -> Client:
+        return self._open(model, optimizer, replica=replica)
 
     def _ended(self, devices: int) -> list[tuple[int, int]]:
         """Returns the replicas of this host whose processes have ended, as the supervisor has declared them; of a cut
@@ -191,7 +194,7 @@ class CentralizedEngine:
     @contextmanager
     def whole_model(self) -> Iterator[nn.Module]:
         # Other replicas may go on meanwhile, and the servers with them: a copy stays as it is.
-        with lent(self._model, self.client.whole.parameters_now(self.client.step)):
+        with lent(self._model, self.client.whole.parameters_now(self.client.version)):
             yield self._model
 
     def meet_devices(self) -> None:
@@ -343,9 +346,14 @@ class CentralizedEngine:
 
         self._resumes += 1
         self.client.once(ResumeTask(self._resumes), give)
-        self.client.step = state.step
-        self.client.whole.forget()
+        self.client.has_resumed(state.step)
         self.client.pull(sync=True)
+
+    def kept_by_hosts(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def take_kept_by_hosts(self, saved: dict[str, torch.Tensor]) -> None:
+        """Hosts exchange with servers, and not with each other."""
 
     def close(self) -> None:
         self.client.close()

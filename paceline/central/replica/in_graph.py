@@ -185,7 +185,7 @@ class InGraphEngine(CentralizedEngine):
         assert worked is not None
         if self.gradients_ready is not None:
             self.rest()
-        if first.sync and not self._replicas[0].is_busy and self.client.pulled < self._step:
+        if first.sync and not self._replicas[0].is_busy and self.client.pulled < worked.settled.version:
             self.refresh()  # it had no part in this step
         self.settled(worked)
         return worked.closed
@@ -226,7 +226,7 @@ class InGraphEngine(CentralizedEngine):
     def take_state(self, model: dict[str, torch.Tensor], optimizer: StateByName, state: RunState) -> None:
         super().take_state(model, optimizer, state)
         for replica in self._replicas:
-            replica.client.step = self.client.step
+            replica.client.has_resumed(self.client.step)
 
     def close(self) -> None:
         self._end_threads()

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import msgspec
 
 from paceline.central.messages.replies import Ended, Ticket
+from paceline.data.ahead import Request
 from paceline.data.book import cut
-from paceline.data.feed import Request
 from paceline.loop.engine import Chapter, Closed, ReplicaWork
 from paceline.seeds import mixed
 

@@ -10,10 +10,12 @@ from typing import Any
 
 from paceline.central.client.client import Client
 from paceline.central.messages.replies import Settled, Ticket
+from paceline.deadlines import call_limit
 from paceline.errors import LossError
 from paceline.exchange.words import Phase
 from paceline.loop.engine import Batch, Closed, Computed, ReplicaWork
 from paceline.loop.passes import PlainWorker
+from paceline.stoppable_calls import CallGivenUp, check_in_time, in_time
 
 
 class ClientWorker(PlainWorker):
@@ -48,14 +50,25 @@ def work_on(
 ) -> Worked:
     """Computes a ticket and hands it in; again and with more samples, if one of the others dies meanwhile."""
     ticket: Ticket = batch.work.assignment
+    limit = call_limit()
+    before = [(buffer, buffer.clone()) for buffer in client.model.buffers()] if limit is not None else []
     began = time.monotonic_ns()
     while True:
         enter(Phase.COMPUTING)
-        if client.pulled < ticket.step or not ticket.sync:
+        if client.pulled < ticket.version or not ticket.sync:
             client.pull(sync=ticket.sync)
         client.begin(ticket.ticket)
         try:
-            computed = compute(ticket)
+            with in_time(client.model, limit):
+                computed = compute(ticket)
+            check_in_time(limit)  # what is handed in is not taken back
+        except CallGivenUp:
+            assert limit is not None
+            client.abandon()
+            for buffer, value in before:
+                buffer.copy_(value)
+            client.give_back(ticket)
+            raise limit.exceeded(f"replica {client.replica}") from None
         except BaseException:
             client.abandon()
             raise

@@ -6,6 +6,8 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +18,7 @@ from paceline.launch.host_messages import ReplicaEnded, ReplicaNews
 from paceline.launch.quick_start import load_compiler_late
 from paceline.launch.replica import die_with_parent
 from paceline.launch.resting_collector import rest_while_loading
-from paceline.launch.servers import SERVER_VARIABLE, ServerSetting
+from paceline.launch.server_process import SERVER_VARIABLE, KeepModels, ServerSetting
 from paceline.memory.heap import keep_memory
 from paceline.net.secure import Keys, read_token
 
@@ -41,7 +43,8 @@ def main() -> None:
         keys=Keys.load(Path(setting.keys)) if setting.keys is not None else None,
         folder=Path(setting.folder) if setting.folder is not None else None,
     )
-    threading.Thread(target=_listen_to_supervisor, args=(server,), name="paceline-supervisor", daemon=True).start()
+    listen = partial(_listen_to_supervisor, server, partial(_keep_models, server, setting))
+    threading.Thread(target=listen, name="paceline-supervisor", daemon=True).start()
     # SIGTERM kills it as SIGKILL does: to end in good order would shut the listening socket, which the next one needs.
     try:
         server.run(recover=True)
@@ -51,15 +54,33 @@ def main() -> None:
     os._exit(0)  # threads may be inside torch
 
 
-def _listen_to_supervisor(server: Server) -> None:
+def _listen_to_supervisor(server: Server, keep_models: Callable[[Path], None]) -> None:
     """Take in which replicas have ended or were started again, a line each, until the supervisor is gone."""
-    decoder: msgspec.json.Decoder[ReplicaNews] = msgspec.json.Decoder(ReplicaNews)
+    decoder: msgspec.json.Decoder[ReplicaNews | KeepModels] = msgspec.json.Decoder(ReplicaNews | KeepModels)
     for line in sys.stdin.buffer:
         news = decoder.decode(line)
-        if isinstance(news, ReplicaEnded):
+        if isinstance(news, KeepModels):
+            keep_models(Path(news.folder))
+        elif isinstance(news, ReplicaEnded):
             server.expect_no_more(news.replica, news.incarnation)
         else:
             server.expect_again(news.replica)
+
+
+def _keep_models(server: Server, setting: ServerSetting, folder: Path) -> None:
+    """Write every container that was trained and whose chief this is, and end: nobody else will come."""
+    from paceline.central.client.reader import Reader
+
+    token, keys = read_token(Path(setting.token_folder)), Keys.load(Path(setting.keys)) if setting.keys else None
+    try:
+        for listed in server.listing():
+            if listed.rule and listed.step:
+                folder.mkdir(exist_ok=True)
+                with Reader([server.address], listed.name, token=token, keys=keys) as reader:
+                    reader.save(folder / f"{listed.name}.safetensors")
+    except (PacelineError, OSError) as error:
+        server.say(f"the model could not be kept: {error}")
+    os._exit(0)
 
 
 if __name__ == "__main__":

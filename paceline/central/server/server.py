@@ -7,7 +7,6 @@ sentence; bytes that are not a request end their connection, and nothing else. S
 from __future__ import annotations
 
 import contextlib
-import errno
 import socket
 import sys
 import threading
@@ -19,7 +18,8 @@ import msgspec
 
 from paceline.central.container.bounds import check_open
 from paceline.central.container.container import Container
-from paceline.central.container.training import ContainerTraining, Share
+from paceline.central.container.runs import ContainerRuns, Share
+from paceline.central.container.training import ContainerTraining
 from paceline.central.durability.backup import Backup
 from paceline.central.durability.peer_journal import Link
 from paceline.central.durability.recovery import keep, recover
@@ -29,10 +29,11 @@ from paceline.central.messages.connection import Connection
 from paceline.central.messages.tensor_bytes import entries_of
 from paceline.central.server import welcome as welcoming
 from paceline.central.server.session import Session
-from paceline.central.server.welcome import Strangers, welcome
+from paceline.central.server.welcome import welcome
 from paceline.errors import PacelineError
 from paceline.net.frames import Channel, ConnectionLost, FrameDamaged, tune
 from paceline.net.secure import Keys, wrap_server
+from paceline.net.strangers import Strangers, accept_all
 from paceline.run_place import check_container
 
 LOOK_EVERY_S = 0.25
@@ -77,17 +78,7 @@ class Server:
             self.recovered.clear()
             threading.Thread(target=self._recover, name="paceline-recover", daemon=True).start()
         threading.Thread(target=self._look, name="paceline-look", daemon=True).start()
-        while not self._ended.is_set():
-            try:
-                connection, address = self._listener.accept()
-            except OSError as error:
-                if self._ended.is_set() or error.errno in (errno.EBADF, errno.EINVAL):
-                    break
-                self.say(f"a connection could not be accepted ({error.strerror})")  # too many files are open, perhaps
-                self._ended.wait(LOOK_EVERY_S)
-                continue
-            self._strangers.add(connection, address[0])
-            threading.Thread(target=self._serve, args=(connection, address), daemon=True).start()
+        accept_all(self._listener, self._strangers, self._serve, self._ended, self.say)
         if self._failure is not None:
             raise self._failure
 
@@ -122,8 +113,8 @@ class Server:
         with self._lock:
             shares = list(self._shares.values())
         for share in shares:
-            if share.training is not None:
-                self._look_for_missing(share.training)
+            if share.runs is not None:
+                self._look_for_missing(share.runs)
             share.container.journal.look()
 
     def expect_no_more(self, replica: int, incarnation: int | None) -> None:
@@ -136,22 +127,21 @@ class Server:
         with self._lock:
             self._not_expected.pop(replica, None)
 
-    def _look_for_missing(self, training: ContainerTraining) -> None:
+    def _look_for_missing(self, runs: ContainerRuns) -> None:
         """What goes wrong in one container is said to those who train it, and ends nothing else."""
         with self._lock:
             not_expected = list(self._not_expected.items())
         try:
             for replica, incarnation in not_expected:
-                if training.presence.expects(replica, incarnation):
-                    training.leave(replica, incarnation or 0)
-            training.look_for_missing()
+                runs.expect_no_more(replica, incarnation)
+            runs.look_for_missing()
         except Exception as error:
-            self.say(f"container {training.container.name!r} failed:\n{traceback.format_exc()}")
-            training.closer.fail(error)
+            self.say(f"container {runs.container.name!r} failed:\n{traceback.format_exc()}")
+            runs.closer.fail(error)
 
     # ── one connection ───────────────────────────────────────────────────────────────────────────────────
 
-    def _serve(self, connection: socket.socket, address: tuple[str, int]) -> None:
+    def _serve(self, connection: socket.socket, address: str) -> None:
         session: Session | None = None
         known = False
         try:
@@ -168,14 +158,14 @@ class Server:
                 session = Session(self, channel)
                 session.serve()
         except FrameDamaged as error:
-            self.say(f"closed the connection from {address[0]}:{address[1]}: {error}")
+            self.say(f"closed the connection from {address}: {error}")
         except ConnectionLost as error:
             if not known:
-                self.say(f"a stranger at {address[0]}:{address[1]} has gone: {error}")
+                self.say(f"a stranger at {address} has gone: {error}")
         except (PacelineError, OSError) as error:
-            self.say(f"closed the connection from {address[0]}:{address[1]}: {error}")
+            self.say(f"closed the connection from {address}: {error}")
         except Exception:
-            self.say(f"closed the connection from {address[0]}:{address[1]}:\n{traceback.format_exc()}")
+            self.say(f"closed the connection from {address}:\n{traceback.format_exc()}")
         finally:
             self._strangers.remove(connection)
             connection.close()
@@ -194,25 +184,24 @@ class Server:
     def container(self, name: str) -> Container:
         return self.share(name).container
 
-    def training(self, name: str) -> ContainerTraining:
-        """Return the training of a container whose chief this server is."""
-        training = self.share(name).training
-        if training is None:
+    def runs(self, name: str) -> ContainerRuns:
+        """Return the runs that train a container whose chief this server is."""
+        runs = self.share(name).runs
+        if runs is None:
             raise PacelineError(f"this server is not the chief of container {name!r}: ask its server 0")
-        return training
+        return runs
 
-    def refuse_circle(self, request: requests.Ask) -> None:
+    def refuse_circle(self, asked: ContainerTraining, request: requests.Ask) -> None:
         """Refuse to have a replica wait for work of one trainer of its script while others wait, in another trainer,
         for what it has drawn there: each does one thing after the other, so that they would wait for ever."""
-        asked = self.share(request.container)
-        assert asked.training is not None
-        holders, run = asked.training.lacks_for(request.replica), asked.container.settings.run
+        holders, name = asked.lacks_for(request.replica), asked.state.settings.run
         with self._lock:
-            shares = [share for share in self._shares.values() if share is not asked]
+            shares = list(self._shares.values()) if holders else []
         for share in shares:
-            if not holders or share.training is None or share.container.settings.run != run:
+            run = share.runs.find(name) if share.runs is not None else None
+            if run is None or run is asked:
                 continue
-            if waiting := holders & share.training.held_up_by(request.replica):
+            if waiting := holders & run.held_up_by(request.replica):
                 other = f"replica {min(waiting)}"
                 raise PacelineError(
                     f"replica {request.replica} waits for work of one trainer, of which {other} has the last samples, "
@@ -246,23 +235,31 @@ class Server:
                 f"this is server {container.server} of container {request.container!r} and not {request.server}: give "
                 "the addresses in the order in which the container was made"
             )
-        if request.settings.run != container.settings.run:
-            if share.training is not None:
-                others = self._others(request.addresses, request.settings.timeout_s)
-                share.training.reopen(request.spec, request.settings, others)
-            else:
-                container.reopen(request.spec, request.settings)
+        if self._begin_run(share, request):
             container.addresses = request.addresses
             self._keep(share)
             self.save(request.container)
         return container
 
+    def _begin_run(self, share: Share, request: requests.Open) -> bool:
+        """Let a run come, unless it is there; return whether it was not."""
+        if share.runs is None:
+            return share.container.reopen(request.spec, request.settings)
+        if share.runs.find(request.settings.run) is not None:
+            return False
+        if request.first is not None:
+            raise PacelineError(
+                f"container {request.container!r} has let this run go: none of its replicas was there when another came"
+            )
+        others = self._others(request.addresses, request.settings.timeout_s)
+        return share.runs.open(request.spec, request.settings, request.addresses, others)
+
     def _add(self, container: Container, addresses: list[str]) -> Share:
         container.addresses = addresses
-        training = None
+        runs = None
         if container.server == 0:
-            training = ContainerTraining(container, self._others(addresses, container.settings.timeout_s))
-        share = Share(container, training)
+            runs = ContainerRuns(container, self._others(addresses, container.settings.timeout_s))
+        share = Share(container, runs)
         self._keep(share)
         with self._lock:
             self._shares[container.name] = share
@@ -300,10 +297,11 @@ class Server:
 
     def drop(self, name: str, *, force: bool) -> None:
         share = self.share(name)
-        members = share.training.presence.members if share.training is not None else []
-        if members and not force:
+        living = share.runs.living if share.runs is not None else []
+        if living and not force:
+            runs = "; ".join(f"replicas {', '.join(map(str, run.presence.members))}" for run in living)
             raise PacelineError(
-                f"container {name!r} is being trained, replicas {', '.join(map(str, members))}: end that run "
+                f"container {name!r} is being trained, {runs}: end {'that run' if len(living) == 1 else 'these runs'} "
                 "first, or give --force"
             )
         with self._lock:
@@ -325,8 +323,8 @@ class Server:
             with contextlib.suppress(PacelineError):
                 self.drop(request.to, force=True)
 
-        closer = self.training(request.container).closer
-        closer.copy(request.to, lambda number: self._take_over(request, number), drop)
+        runs = self.runs(request.container)
+        runs.closer.copy(runs.latest.state, request.to, lambda number: self._take_over(request, number), drop)
 
     def _take_over(self, request: requests.Copy, number: int) -> None:
         origin = self.share(request.container)
@@ -336,32 +334,32 @@ class Server:
             container = Container(request.to, held.spec, held.server, settings)
             container.take_over(frozen)
             copy = self._add(container, held.addresses)
-        if origin.training is not None and copy.training is not None and frozen.books is not None:
-            state = origin.training.state
-            count = len(state.buffers.tensors)
+        if origin.runs is not None and copy.runs is not None and frozen.books is not None:
+            count = len(origin.runs.extras.buffers.tensors)
             extras = [(name, tensor.clone()) for name, tensor in frozen.extras]
-            copy.training.state.describe(extras[:count], extras[count:], state.keys)
-            copy.training.state.take_books(frozen.books)
-            copy.training.abandon()
+            copy.runs.extras.describe(extras[:count], extras[count:], origin.runs.extras.keys)
+            copy.runs.latest.state.take_books(frozen.books)
+            copy.runs.latest.abandon()
         self.save(request.to)
 
     def description(self, name: str) -> replies.Described:
         share = self.share(name)
-        container, training = share.container, share.training
+        container, runs = share.container, share.runs
         described = replies.Described(
             spec=container.spec, server=container.server, step=container.step, addresses=container.addresses
         )
-        if training is None:
+        if runs is None:
             return described
-        state = training.state
+        latest, extras = runs.latest, runs.extras
         return msgspec.structs.replace(
             described,
-            members=training.presence.members,
-            rule=state.chief.rule,
-            accepting=state.chief.accepting,
-            keys=state.keys,
-            buffers=entries_of(state.buffers.tensors),
-            frozen=entries_of(state.frozen),
+            members=latest.presence.members,
+            rule=latest.state.chief.rule,
+            accepting=latest.state.chief.accepting,
+            runs=[_run_listed(run) for run in runs.living or [latest]],
+            keys=extras.keys,
+            buffers=entries_of(extras.buffers.tensors),
+            frozen=entries_of(extras.frozen),
         )
 
     def listing(self) -> list[replies.Listing]:
@@ -371,7 +369,7 @@ class Server:
 
 
 def _listed(share: Share) -> replies.Listing:
-    container, training = share.container, share.training
+    container, runs = share.container, share.runs
     listing = replies.Listing(
         name=container.name,
         step=container.step,
@@ -379,9 +377,24 @@ def _listed(share: Share) -> replies.Listing:
         tensors=len(container.spec.tensors) + len(container.spec.tables),
         optimizer=container.spec.optimizer.name,
     )
-    if training is None:
+    if runs is None:
         return listing
-    chief = training.state.chief
+    living, chief = runs.living, runs.latest.state.chief
     return msgspec.structs.replace(
-        listing, replicas=len(training.presence.members), rule=type(chief.rule).__name__.lower(), loss=chief.last.loss
+        listing,
+        replicas=sum(len(run.presence.members) for run in living),
+        runs=len(living),
+        rule=type(chief.rule).__name__.lower(),
+        loss=chief.last.loss,
+    )
+
+
+def _run_listed(run: ContainerTraining) -> replies.RunListing:
+    chief = run.state.chief
+    return replies.RunListing(
+        replicas=run.presence.members,
+        rule=chief.rule.words,
+        step=chief.step,
+        seen=run.state.seen,
+        loss=chief.last.loss,
     )

@@ -93,18 +93,18 @@ class Session:
         server = self._server
         match request:
             case requests.Ask():
-                training = server.training(request.container)
+                training = self._run(request.container)
                 reply = training.ask(request)
                 if isinstance(reply, replies.Waiting) and not request.at_once:
-                    server.refuse_circle(request)
+                    server.refuse_circle(training, request)
                 return Answer(reply, () if isinstance(reply, replies.Waiting) else training.buffers_now())
             case requests.Report():
-                training, buffers = server.training(request.container), self._channel.read_whole_body(SMALL_BODY_BYTES)
+                training, buffers = self._run(request.container), self._channel.read_whole_body(SMALL_BODY_BYTES)
                 settled = training.report(request, bytes(buffers))
                 goes_on = isinstance(settled, replies.Settled) and settled.next is not None
                 return Answer(settled, training.buffers_now() if goes_on else ())
             case requests.GiveBack():
-                server.training(request.container).give_back(request)
+                self._run(request.container).give_back(request)
             case requests.Push():
                 self._push(request)
             case requests.Pull():
@@ -120,27 +120,27 @@ class Session:
             case requests.Fill():
                 self._fill(request)
             case requests.Task():
-                return Answer(server.training(request.container).task(request))
+                return Answer(self._run(request.container).task(request))
             case requests.TaskDone():
-                server.training(request.container).task_done(request)
+                self._run(request.container).task_done(request)
             case requests.Apply():
                 return Answer(self._apply(request))
             case requests.Leave():
-                server.training(request.container).leave(request.replica, request.incarnation)
+                self._run(request.container).leave(request.replica, request.incarnation)
             case requests.Stop():
-                server.training(request.container).stop()
+                self._run(request.container).stop()
             case requests.SetRule():
-                server.training(request.container).set_rule(request.rule)
+                self._run(request.container).set_rule(request.rule)
             case requests.ReadBuffers():
-                state = server.training(request.container).state
-                return _named(state.frozen if request.frozen else state.buffers.tensors)
+                extras = server.runs(request.container).extras
+                return _named(extras.frozen if request.frozen else extras.buffers.tensors)
             case requests.Describe():
                 return Answer(server.description(request.container))
             case requests.Freeze():
                 if request.number:
                     step = server.container(request.container).freeze(request.number).step
                     return Answer(replies.Copied(number=request.number, step=step))
-                return Answer(server.training(request.container).closer.freeze())
+                return Answer(server.runs(request.container).closer.freeze(self._run(request.container).state))
             case requests.ReadFrozen():
                 return self._frozen(request)
             case requests.Thaw():
@@ -155,30 +155,44 @@ class Session:
                 server.drop(request.container, force=request.force)
             case requests.Copy():
                 server.copy(request)
+            case requests.Vacate():
+                server.container(request.container).vacate(request.places)
             case _:
                 raise PacelineError(f"{type(request).__name__} is not understood here")
         return Answer(replies.Done())
+
+    def _run(self, container: str) -> ContainerTraining:
+        """Return the run that this connection is of; of whoever is no replica, the one that came last."""
+        if self._joined is not None and self._joined[0].container.name == container:
+            return self._joined[0]
+        return self._server.runs(container).latest
 
     # ── opening, and initial values ──────────────────────────────────────────────────────────────────────
 
     def _open(self, request: requests.Open) -> replies.Opened:
         container = self._server.open(request)
-        shared = request.machine == machine_identity()
-        container.connect(request.replica, request.incarnation, self, shared=shared)
-        if request.server == 0:
-            training = self._server.training(request.container)
+        shared, first, made = request.machine == machine_identity(), request.first or 0, 0
+        training = self._server.runs(request.container).find(request.settings.run) if request.server == 0 else None
+        if training is not None:
+            first, made = training.state.first, training.state.chief.step
+        place = first + request.replica
+        container.connect(place, request.incarnation, self, shared=shared)
+        if training is not None:
             training.compare(request.replica, request.checks)
             training.presence.join(request.replica, request.incarnation)
             if self._joined is not None:
                 self.gone()
             self._joined = (training, request.replica, request.incarnation)
         self._same_machine = shared
-        descriptor = container.arena.arena.descriptor
+        arena = container.arena
         return replies.Opened(
             step=container.step,
             filled=container.filled,
             reopened=container.reopened,
-            arena=(os.getpid(), descriptor) if shared else None,
+            first=first,
+            made=made,
+            arena=(os.getpid(), arena.arena.descriptor) if shared else None,
+            place=(os.getpid(), arena.places[place].descriptor) if shared else None,
             tables=[(os.getpid(), table.arena.descriptor) for table in container.tables] if shared else [],
         )
 
@@ -194,7 +208,7 @@ class Session:
         )
         self._channel.end_body()
         if container.server == 0:
-            self._server.training(request.container).state.describe(buffers, frozen, request.keys)
+            self._server.runs(request.container).extras.describe(buffers, frozen, request.keys)
         with container.lock:
             container.arena.parameters.copy_(flat)
             container.fill()
@@ -329,7 +343,7 @@ class Session:
 
     def _books(self, request: requests.ReadBooks) -> replies.BooksRead:
         if request.number is None:
-            return replies.BooksRead(books=self._server.training(request.container).state.books())
+            return replies.BooksRead(books=self._run(request.container).books())
         books = self._server.container(request.container).frozen(request.number).books
         if books is None:
             raise PacelineError(f"this server is not the chief of container {request.container!r}: ask its server 0")
@@ -358,7 +372,7 @@ class Session:
     def _restore(self, request: requests.Restore) -> None:
         container, books = self._server.container(request.container), request.books
         check_count("step", request.step)
-        state = self._server.training(request.container).state if books is not None else None
+        runs = self._server.runs(request.container) if books is not None else None
         if books is not None:
             check_books(books)
         flat = self._read_tensor("uint8", (container.layout.bytes,))
@@ -367,12 +381,12 @@ class Session:
             states.setdefault(slot, {})[key] = self._read_tensor(dtype, shape)
         for slot, key, number in request.numbers:
             states.setdefault(slot, {})[key] = number
-        others = [tensor for _, tensor in [*state.buffers.tensors, *state.frozen]] if state and request.buffers else []
+        others = [tensor for _, tensor in runs.extras.all] if runs is not None and request.buffers else []
         values = [self._read_tensor(type_name(tensor), tuple(tensor.shape)) for tensor in others]
         self._channel.end_body()
         container.maker.check_states(states)
-        if state is not None and books is not None:
-            state.take_books(books, list(zip(others, values, strict=True)))
+        if runs is not None and books is not None:
+            runs.take_books(self._run(request.container), books, list(zip(others, values, strict=True)))
         container.restore(flat, states, request.step)
         self._server.save(request.container)
 

@@ -4,9 +4,6 @@
 
 The proof is a hash of number and token. So the token itself never travels, and what somebody has recorded of a
 connection is of no use on another.
-
-Anybody can connect and say nothing, so there is a limit to strangers, in all and from one address. Beyond it the oldest
-one goes, and not the newest: a friend says who it is at once, and is no stranger any more when the next one comes.
 """
 
 from __future__ import annotations
@@ -14,10 +11,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
-import threading
 import time
-from collections import Counter
-from dataclasses import dataclass
 from typing import TypeVar
 
 from paceline import __version__
@@ -27,42 +21,10 @@ from paceline.net.frames import Channel, FrameError, printable
 from paceline.net.secure import LINGER_S, proof_of, same_proof
 
 HELLO_WITHIN_S = 10.0
-MOST_STRANGERS = 256
-MOST_OF_ONE_ADDRESS = 64
 MOST_QUOTED = 40
 NONCE_BYTES = 32
 
 Kind = TypeVar("Kind", requests.Hello, requests.Proof)
-
-
-class Strangers:
-    """The connections that have not shown yet who they are."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting: dict[socket.socket, _Stranger] = {}  # the oldest first
-
-    def add(self, connection: socket.socket, address: str) -> None:
-        """Let one more wait, and send the oldest away if there are too many then."""
-        with self._lock:
-            self._waiting[connection] = _Stranger(address, connection.dup())
-            crowds = Counter(one.address for one in self._waiting.values())
-            ((crowd, count),) = crowds.most_common(1)
-            if count > MOST_OF_ONE_ADDRESS or len(self._waiting) > MOST_STRANGERS:
-                oldest = next(one for one in self._waiting if self._waiting[one].address == crowd)
-                with self._waiting.pop(oldest).handle as handle, contextlib.suppress(OSError):
-                    handle.shutdown(socket.SHUT_RDWR)  # whoever serves it closes it
-
-    def remove(self, connection: socket.socket) -> None:
-        with self._lock:
-            if (known := self._waiting.pop(connection, None)) is not None:
-                known.handle.close()
-
-
-@dataclass(frozen=True)
-class _Stranger:
-    address: str
-    handle: socket.socket  # on the connection: TLS takes the socket itself away
 
 
 def welcome(channel: Channel[requests.Request], connection: socket.socket, token: str | None) -> None:

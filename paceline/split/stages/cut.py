@@ -93,7 +93,7 @@ class StagesCut(TaskCut):
         # The same on all devices of the replica, now and, after having drawn different things, at the end.
         seed = int(torch.randint(2**62, ()))
         flights: dict[int, InFlight] = {}
-        self.later.forget()
+        self.begin()
         total = NOTHING
         for what, number in order(self._split.schedule, self.peers.rank, self.peers.count, len(pieces)):
             if what == FORWARD:

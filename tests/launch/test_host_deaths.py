@@ -1,0 +1,179 @@
+"""Mirrored replicas of several hosts: a replica, or all of a host, dies at any moment, or falls silent, and the others
+go on to the result of the run in which nothing happened. Each fault is real: SIGKILL, SIGSTOP, a link that is down.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from checksum import largest_difference
+from conftest import TESTS, Run, Start
+from faults import Fault, as_argument, cut_off, happened, kill, kill_host, stop_host
+
+from paceline.launch.emulate import check_permission
+
+SCRIPT = TESTS / "faulty_training.py"
+LEDGER = "epochs 0 to 2: 60 samples, each once"
+ROUNDING = 1e-5  # others add up the same numbers in other groups: float sums differ by that, and nothing else may
+END_S = 170.0
+
+
+def may_emulate() -> bool:
+    try:
+        check_permission()
+    except Exception:
+        return False
+    return True
+
+
+pytestmark = pytest.mark.skipif(not may_emulate(), reason="emulated hosts need root and iproute2")
+
+
+@pytest.fixture(scope="module")
+def alone(start: Start) -> Run:
+    return start(SCRIPT, None).fine(END_S)
+
+
+def train(start: Start, hosts: int, replicas: int, faults: Sequence[Fault], flags: str = "") -> Run:
+    emulated = f"--replicas {replicas} --emulate hosts={hosts},link=1gbit --timeout 120 {flags}"
+    return start(SCRIPT, emulated, f"--faults {as_argument(faults)}")
+
+
+def assert_as_if_nothing_had_happened(run: Run, alone: Run, faults: Sequence[Fault], left: Sequence[int]) -> None:
+    """`left`: the replicas that were there at the end."""
+    assert happened(run.folder, faults) == list(faults)
+    assert largest_difference(alone.folder / "last.safetensors", run.folder / "last.safetensors") < ROUNDING
+    for replica in left:
+        assert run.told("losses", replica) == pytest.approx(alone.told("losses"), rel=ROUNDING)
+        assert run.told("evaluations", replica) == pytest.approx(alone.told("evaluations"), rel=ROUNDING)
+        assert (run.told("ledger", replica), run.told("steps", replica)) == (LEDGER, 15)
+        assert run.told("checksum", replica) == run.told("checksum", left[0])
+    run.assert_nothing_left()
+
+
+def test_replicas_and_a_host_are_killed_and_the_others_go_on(start: Start, alone: Run) -> None:
+    """Host 2 has one replica less than the others for a while, then host 1 is gone, then host 0 loses its first."""
+    faults = [
+        kill(replica=5).at(step=1).in_("backward"),
+        kill_host(of=2).at(step=4).in_("statistics"),
+        kill(replica=0).at(step=7).in_("waiting"),
+    ]
+    run = train(start, 3, 6, faults).fine(END_S)
+    assert_as_if_nothing_had_happened(run, alone, faults, [1, 4])
+    killed = "replica 5 was killed by SIGKILL at step 1; 1 replica goes on on this host"
+    gone = "host 1 is gone (the other side closed the connection); the replicas of the other hosts go on"
+    said = [line.removeprefix("paceline: ") for line in run.err.splitlines()]
+    assert killed in said
+    assert gone in said
+
+
+def test_a_host_whose_link_falls_silent_ends_and_the_first_goes_on(start: Start, alone: Run) -> None:
+    """Both still run, and exactly one of them goes on."""
+    faults = [cut_off(host_of=1).at(step=2).in_("backward")]
+    run = train(start, 2, 2, faults, "--lost-after 3s").fine(END_S)
+    assert_as_if_nothing_had_happened(run, alone, faults, [0])
+    assert not run.all_told("losses", 1)
+    silent = "is gone (it has been silent for 3 s)"
+    assert f"paceline: host 1 {silent}; the replicas of the other hosts go on" in run.err.splitlines()
+    assert f"paceline: host 0 {silent}; the run ends" in run.err.splitlines()
+
+
+MOMENTS = (
+    "start",
+    "forward",
+    "statistics of backward",
+    "waiting",
+    "deciding",
+    "norm",
+    "update",
+    "evaluation",
+    "saving",
+)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("moment", ["start", "forward", "waiting", "deciding", "norm", "update", "evaluation"])
+def test_a_host_is_killed_at_any_moment(moment: str, start: Start, alone: Run) -> None:
+    faults = [kill_host(of=3).at(step=0 if moment == "start" else 5).in_(moment)]
+    run = train(start, 3, 6, faults).fine(END_S)
+    assert_as_if_nothing_had_happened(run, alone, faults, [0, 1, 4, 5])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("moment", [*MOMENTS, "statistics of backward", "saving"])
+def test_a_replica_of_two_hosts_is_killed_at_any_moment(moment: str, start: Start, alone: Run) -> None:
+    """The first of host 0, which has the store and writes checkpoints."""
+    faults = [kill(replica=0).at(step=0 if moment == "start" else 5).in_(moment)]
+    run = train(start, 2, 4, faults).fine(END_S)
+    assert_as_if_nothing_had_happened(run, alone, faults, [1, 2, 3])
+
+
+def wait_until(ready: Callable[[], object], limit_s: float = 100.0) -> None:
+    end = time.monotonic() + limit_s
+    while not ready():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+@pytest.mark.soak
+def test_a_host_that_is_stopped_is_given_up_and_ends_when_it_goes_on(start: Start, alone: Run) -> None:
+    faults = [stop_host(of=2).at(step=3).in_("waiting")]
+    run = train(start, 3, 3, faults, "--lost-after 3s")
+    events = run.path / "events.jsonl"
+    wait_until(lambda: events.exists() and '"host lost"' in events.read_text())
+    wait_until(lambda: '"finished"' in events.read_text())
+    (host,) = Path("/run/netns").glob(f"paceline-{run.process.pid}-*-h2")
+    listed = subprocess.run(["ip", "netns", "pids", host.name], capture_output=True, text=True, check=True)
+    for process in map(int, listed.stdout.split()):
+        os.kill(process, signal.SIGCONT)
+    run.fine(END_S)
+    assert_as_if_nothing_had_happened(run, alone, faults, [0, 1])
+    assert not run.all_told("losses", 2)
+
+
+@pytest.mark.soak
+def test_a_network_in_two_parts_leaves_that_of_host_0_training_though_it_is_smaller(start: Start, alone: Run) -> None:
+    faults = [cut_off(host_of=0).at(step=4).in_("backward")]
+    run = train(start, 3, 3, faults, "--lost-after 3s").fine(END_S)
+    assert_as_if_nothing_had_happened(run, alone, faults, [0])
+    assert not [told for replica in (1, 2) for told in run.all_told("losses", replica)]
+    assert run.err.count("host 0 is gone (it has been silent for 3 s); the run ends") == 2
+
+
+GATHERS = """
+import json, os, signal
+import paceline as pl
+from paceline.run_place import find_place
+
+rank, heard = find_place().rank, []
+for call in range(6):
+    if (call, rank) in ((2, 3), (4, 2)):
+        os.kill(os.getpid(), signal.SIGKILL)
+    heard.append(pl.gather(rank))
+    pl.barrier()
+print(json.dumps({"heard": heard}))
+"""
+
+
+@pytest.mark.soak
+def test_calls_of_the_script_go_on_with_those_who_are_left(start: Start) -> None:
+    """While host 1 has one replica left, of host 0 only the first has a link."""
+    run = start(GATHERS, "--replicas 4 --emulate hosts=2,link=1gbit").fine(END_S)
+    heard = [[0, 1, 2, 3]] * 2 + [[0, 1, 2]] * 2 + [[0, 1]] * 2
+    assert [run.told("heard", replica) for replica in (0, 1)] == [heard, heard]
+    run.assert_nothing_left()
+
+
+@pytest.mark.soak
+def test_all_other_hosts_end_with_the_first(start: Start) -> None:
+    run = train(start, 3, 3, [kill_host(of=0).at(step=3).in_("backward")]).end(END_S)
+    gone = "paceline: host 0 is gone (the other side closed the connection); the run ends"
+    assert (run.code, run.err.splitlines().count(gone)) == (137, 2)
+    assert not [told for replica in range(3) for told in run.all_told("losses", replica)]
+    run.assert_nothing_left()

@@ -1,0 +1,24 @@
+"""A model that takes rows of any length: it doubles each number, adds a row up, and says how long the rows were."""
+
+import os
+import time
+
+import torch
+
+HOLD = 555
+
+
+class Doubling(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        while HOLD in ids[:, 0].tolist() and os.path.exists(os.environ["HOLD_FILE"]):
+            time.sleep(0.002)
+        length = torch.full((len(ids),), ids.shape[1])
+        return {"doubled": 2 * self.weight * ids, "total": ids.sum(1), "length": length}
+
+
+def make_model() -> torch.nn.Module:
+    return Doubling()
