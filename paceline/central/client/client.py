@@ -30,10 +30,10 @@ from paceline.central.messages import replies, requests
 from paceline.central.messages.connection import Connection
 from paceline.central.messages.settings import Settings
 from paceline.central.messages.tensor_bytes import bytes_of
-from paceline.central.shards import Shards, TableSpec, describe, plain_options
-from paceline.central.tables.embedding import Lookup, find_tables
+from paceline.central.shards import Shards, describe, plain_options
+from paceline.central.tables.embedding import find_tables
 from paceline.data.script_call import ScriptCall
-from paceline.errors import ArenaError, CheckpointError, ModelError
+from paceline.errors import ArenaError, CheckpointError
 from paceline.loop.engine import Chapter
 from paceline.loss_value import LossPart
 from paceline.machine import machine_identity
@@ -46,7 +46,6 @@ from paceline.optim.models import group_sizes, grouped_parameters, own_state, re
 __all__ = ["Client", "ServerAddresses"]
 
 Found = TypeVar("Found")
-
 
 STILL_GOOD_S = 0.05  # so long a ticket that has come with an answer is not asked for again
 
@@ -87,7 +86,7 @@ class Client:
         groups = {name: group for name, _, group in listed}
         sparse = {lookup.name for lookup in self.tables}
         named = [entry for entry in listed if entry[0] not in sparse and not only_tables]
-        specs = [_table_spec(lookup, groups[lookup.name]) for lookup in self.tables]
+        specs = [lookup.spec(groups[lookup.name]) for lookup in self.tables]
         self.spec = describe(named, optimizer, len(servers.addresses), specs)
         self.shards = Shards(self.spec)
         parameters = {name: parameter for name, parameter, group in named if group is not None}
@@ -422,16 +421,16 @@ class Client:
 
     def measure(self, close: Close) -> float:
         """Return the squared length of that step's gradient."""
-        options = [plain_options(group) for group in self.optimizer.param_groups]
-        request = requests.Apply(container=self.container, close=close, options=options, measure=True)
-        return float(sum(view.connection.call(request, replies.SquaredNorm).squared for view in self._views))
+        return float(sum(answer.squared for answer in self._apply(close, replies.SquaredNorm, measure=True)))
 
     def make(self, close: Close, scale: float) -> None:
         """Have all servers make that step, unless they have."""
+        self._apply(close, replies.Done, scale=scale)
+
+    def _apply(self, close: Close, expected: type, **how: Any) -> list[Any]:
         options = [plain_options(group) for group in self.optimizer.param_groups]
-        request = requests.Apply(container=self.container, close=close, options=options, scale=scale)
-        for view in self._views:
-            view.connection.call(request, replies.Done)
+        request = requests.Apply(container=self.container, close=close, options=options, **how)
+        return [view.connection.call(request, expected) for view in self._views]
 
     # ── ending ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -451,9 +450,3 @@ class Client:
         self.rows.close()
         for view in self._views:
             view.close()
-
-
-def _table_spec(lookup: Lookup, group: int | None) -> TableSpec:
-    if group is None:
-        raise ModelError("model", lookup.name, "the optimizer does not have it; give it all parameters of the model")
-    return TableSpec(lookup.name, lookup.rows, lookup.width, group, lookup.module.weight.is_meta)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from paceline.central.shards import TableSpec
 from paceline.central.tables.tables import Rows
 from paceline.errors import ModelError
 from paceline.optim.models import own_state
@@ -44,6 +45,12 @@ class Lookup:
         self._find: Find | None = None
         self._looked: list[Found] = []
         module.forward = self._forward  # type: ignore[method-assign]
+
+    def spec(self, group: int | None) -> TableSpec:
+        """Return how the servers know it; `group`: of the optimizer, that it is in."""
+        if group is None:
+            raise ModelError("model", self.name, "the optimizer does not have it; give it all parameters of the model")
+        return TableSpec(self.name, self.rows, self.width, group, self.module.weight.is_meta)
 
     def connect(self, find: Find) -> None:
         """From now on the values are on the servers."""
