@@ -227,6 +227,11 @@ STEP_DECORATOR = "_use_grad_for_differentiable"
 KNOWN_TO_COMPILER = "__dynamo_disable"
 
 
+def wants_plain_torch() -> bool:
+    """Whether the user has switched the loans off."""
+    return os.environ.get(PLAIN_TORCH, "0") not in ("", "0")
+
+
 def may_borrow(version: str) -> bool:
     """Whether the loans may be taken of this torch: it is a release that they were tested with, and nobody objects.
 
@@ -234,7 +239,7 @@ def may_borrow(version: str) -> bool:
     (True, False, False, False)
     """
     release = re.fullmatch(r"(\d+)\.(\d+)\.\d+(\+\w+)?", version)
-    if release is None or os.environ.get(PLAIN_TORCH, "0") not in ("", "0"):
+    if release is None or wants_plain_torch():
         return False
     return TESTED[0] <= (int(release[1]), int(release[2])) <= TESTED[1]
 

@@ -36,8 +36,8 @@ from paceline.launch.cores import allowed_cores, share_of_cores
 from paceline.launch.emulate import EmulatedHosts, Emulation
 from paceline.launch.hosts import supervise_hosts
 from paceline.launch.outcome import RunOutcome
-from paceline.launch.replica import PARENT_VARIABLE, die_with_parent
 from paceline.launch.supervisor import Supervisor
+from paceline.launch.with_parent import PARENT_VARIABLE, die_with_parent
 from paceline.machine import shared_words_work
 from paceline.net.secure import write_token
 from paceline.plan.after_run import SideBySide, compare_with_prediction

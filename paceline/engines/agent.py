@@ -43,7 +43,7 @@ from paceline.engines.messages import (
     line_of,
 )
 from paceline.launch.outcome import LINK_VARIABLE
-from paceline.launch.replica import PARENT_VARIABLE
+from paceline.launch.with_parent import PARENT_VARIABLE
 from paceline.net.secure import write_secret
 from paceline.watch.output import write_all
 

@@ -48,7 +48,7 @@ class Guard:
         )
         self._groups = {self._process.pid}
 
-    def mark(self, row: int) -> dict[str, str]:
+    def mark(self, row: int | str) -> dict[str, str]:
         """What has to be in the environment of the replica in this row."""
         return {RUN_VARIABLE: f"{self._run}/{row}"}
 

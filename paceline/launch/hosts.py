@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 
 from paceline.launch.cores import allowed_cores, share_of_cores
 from paceline.launch.regular_look import LOOK_EVERY_S
-from paceline.launch.replica import PARENT_VARIABLE
 from paceline.launch.signals import signals_as_bytes
 from paceline.launch.supervisor import END_GRACE_S
+from paceline.launch.with_parent import PARENT_VARIABLE
 from paceline.watch.target import NOT_REACHED
 
 

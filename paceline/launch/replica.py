@@ -14,18 +14,16 @@ The two sides meet in `PACELINE_PLACE`, `PACELINE_PARENT`, and the descriptor of
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import io
 import os
 import signal
-import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -39,15 +37,15 @@ from paceline.launch.guard import Guard
 from paceline.launch.quick_start import load_compiler_late
 from paceline.launch.resting_collector import rest_while_loading
 from paceline.launch.script import run_script
+from paceline.launch.starter import ColdStart, NewProcess
+from paceline.launch.with_parent import PARENT_VARIABLE, die_with_parent
 from paceline.memory.heap import keep_memory
 from paceline.run_place import PLACE_VARIABLE, Place, find_place
 from paceline.watch.events import AppendFile
 from paceline.watch.run_folder import Failure, log_name
 
-PARENT_VARIABLE = "PACELINE_PARENT"  # pid without which the process has no reason to be
 LONGEST_EXIT_S = 5.0  # for threads and exit handlers of a script that has failed
 
-_PR_SET_PDEATHSIG = 1
 _CHUNK_BYTES = 1 << 16
 _TAIL_BYTES = 4096
 # Frames that are not shown.
@@ -64,21 +62,12 @@ _OURS = (
 class RunProcess:
     """A running process of a run. Its process group is its own: signals of the terminal do not reach it."""
 
-    def __init__(self, module: Sequence[str], environment: Mapping[str, str], guard: Guard, **streams: Any) -> None:
-        """`module`: its name, and its arguments."""
+    def __init__(self, new: NewProcess, starter: ColdStart, guard: Guard) -> None:
         self._guard = guard
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", *module],
-            env={**os.environ, PARENT_VARIABLE: str(os.getpid()), **environment},
-            start_new_session=True,
-            **streams,
-        )
+        environment = {**os.environ, PARENT_VARIABLE: str(os.getpid()), **new.environment}
+        self.pid = starter.start(replace(new, environment=environment))
         guard.watch(self.pid)
         self.pidfd = os.pidfd_open(self.pid)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def send(self, number: signal.Signals) -> None:
         """To the process and everything it has spawned.
@@ -90,10 +79,10 @@ class RunProcess:
 
     def reap(self) -> int:
         """After its end: its exit code, or minus the signal that killed it."""
-        code = self._process.wait()
+        _, status = os.waitpid(self.pid, 0)
         self._guard.forget(self.pid)
         os.close(self.pidfd)
-        return code
+        return os.waitstatus_to_exitcode(status)
 
 
 @contextlib.contextmanager
@@ -108,9 +97,9 @@ def starting(who: str) -> Iterator[None]:
 class ReplicaProcess(RunProcess):
     """A running replica."""
 
-    def __init__(self, command: Sequence[str], place: Place, log: AppendFile, guard: Guard) -> None:
+    def __init__(self, command: Sequence[str], place: Place, log: AppendFile, starter: ColdStart, guard: Guard) -> None:
         """`command`: what comes after `python`. The only process of a run may ask its user: it has our stdin."""
-        threads = str(len(share_of_cores(place.row, place.rows, allowed_cores())))
+        threads = str(threads_of(place))
         self.findings, told = os.pipe()  # from it, and what it writes to
         os.set_blocking(self.findings, False)
         self._messages, self.told_all = MessageReader(), False
@@ -128,23 +117,19 @@ class ReplicaProcess(RunProcess):
         self._log = log
         self._unfinished = {True: b"", False: b""}  # lines, of stderr and of stdout, that are not in the log yet
         self._tail = b""
-        with starting(called(self.rank, place.strategy.devices)):
+        with starting(called(self.rank, place.strategy.devices)), contextlib.ExitStack() as theirs:
+            self.stdout, stdout = os.pipe()
+            self.stderr, stderr = os.pipe()
+            stdin = 0 if place.world == 1 and _is_open(0) else os.open(os.devnull, os.O_RDONLY)
+            for descriptor in (told, stdout, stderr, *([stdin] if stdin else [])):
+                theirs.callback(os.close, descriptor)
+            others = [told] if place.board is None else [told, place.board]
+            streams = [stdin, stdout, stderr]
             super().__init__(
-                ["paceline.launch.replica", *command],
-                environment,
-                guard,
-                stdin=None if place.world == 1 else subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                pass_fds=(told,) if place.board is None else (told, place.board),
+                NewProcess("paceline.launch.replica", command, environment, streams, others), starter, guard
             )
-        streams = [stream for stream in (self._process.stdout, self._process.stderr) if stream is not None]
-        self._streams = streams
-        self.stdout, self.stderr = (stream.fileno() for stream in streams)
-        os.close(told)
-        for stream in streams:
-            os.set_blocking(stream.fileno(), False)
+        for descriptor in (self.stdout, self.stderr):
+            os.set_blocking(descriptor, False)
 
     def read_findings(self) -> list[Message]:
         """What it has told since the last look."""
@@ -203,13 +188,24 @@ class ReplicaProcess(RunProcess):
 
     def reap(self) -> int:
         code = super().reap()
-        for stream in self._streams:
-            stream.close()
-        os.close(self.findings)
+        for descriptor in (self.stdout, self.stderr, self.findings):
+            os.close(descriptor)
         for error in self._unfinished:
             self._write_lines(b"", error=error)
         self._log.close()
         return code
+
+
+def threads_of(place: Place) -> int:
+    """How many threads torch has in that replica."""
+    return len(share_of_cores(place.row, place.rows, allowed_cores()))
+
+
+def _is_open(descriptor: int) -> bool:
+    with contextlib.suppress(OSError):
+        os.fstat(descriptor)
+        return True
+    return False
 
 
 def _as_torchrun(place: Place) -> dict[str, str]:
@@ -224,13 +220,18 @@ def _as_torchrun(place: Place) -> dict[str, str]:
 
 
 def main() -> None:
-    """Run a script as the replica that `PACELINE_PLACE` says."""
+    """`python -m paceline.launch.replica train.py …`."""
+    load_compiler_late()
+    rest_while_loading()
+    begin()
+
+
+def begin() -> None:
+    """Run a script as the replica that `PACELINE_PLACE` says, in a process that may have torch already."""
     die_with_parent()
     place = find_place()
     log = _open_log(place)
     _prepare(place, log)
-    load_compiler_late()
-    rest_while_loading()
     if place.operation_timeout_s is not None:
         hold_always(place.operation_timeout_s)
     try:
@@ -243,14 +244,6 @@ def main() -> None:
         with contextlib.suppress(RuntimeError):  # it needs a thread, for which there may be no room
             faulthandler.dump_traceback_later(LONGEST_EXIT_S, exit=True, file=log)
         sys.exit(1)
-
-
-def die_with_parent() -> None:
-    """From now on the kernel kills this process when its parent ends, however that happens."""
-    parent = int(os.environ.pop(PARENT_VARIABLE))
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the kernel had been told
-        os._exit(1)
 
 
 def _open_log(place: Place) -> io.TextIOBase:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import subprocess
 from pathlib import Path
 
 import msgspec
 
 from paceline.launch.guard import Guard
 from paceline.launch.replica import RunProcess, starting
+from paceline.launch.starter import ColdStart, NewProcess
 
 SERVER_VARIABLE = "PACELINE_SERVER"
 
@@ -35,7 +35,7 @@ class KeepModels(msgspec.Struct, frozen=True, tag=True):
 class ServerProcess(RunProcess):
     """A running server."""
 
-    def __init__(self, setting: ServerSetting, log: Path, guard: Guard) -> None:
+    def __init__(self, setting: ServerSetting, log: Path, starter: ColdStart, guard: Guard) -> None:
         self.number = setting.number
         environment = {
             SERVER_VARIABLE: msgspec.json.encode(setting).decode(),
@@ -43,20 +43,16 @@ class ServerProcess(RunProcess):
             # Threads of a server that has nothing to do must not keep the replicas from computing.
             "OMP_WAIT_POLICY": "passive",
         }
-        with starting(f"server {self.number}"), log.open("ab") as output:
+        with starting(f"server {self.number}"), log.open("ab") as output, contextlib.ExitStack() as theirs:
+            stdin, self._input = os.pipe()
+            theirs.callback(os.close, stdin)
+            streams = [stdin, output.fileno(), output.fileno()]
             super().__init__(
-                ["paceline.central.server.process"],
-                environment,
+                NewProcess("paceline.central.server.process", [], environment, streams, [setting.descriptor]),
+                starter,
                 guard,
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                bufsize=0,
-                pass_fds=(setting.descriptor,),
             )
-        assert self._process.stdin is not None
-        self._input = self._process.stdin
-        os.set_blocking(self._input.fileno(), False)
+        os.set_blocking(self._input, False)
 
     def has_ended(self, within_s: float) -> bool:
         """Wait for its end."""
@@ -67,8 +63,8 @@ class ServerProcess(RunProcess):
     def tell(self, message: msgspec.Struct) -> None:
         """Have it know something. Such messages are few and small: the pipe holds all of them."""
         with contextlib.suppress(OSError):  # it has ended
-            os.write(self._input.fileno(), msgspec.json.encode(message) + b"\n")
+            os.write(self._input, msgspec.json.encode(message) + b"\n")
 
     def reap(self) -> int:
-        self._input.close()
+        os.close(self._input)
         return super().reap()

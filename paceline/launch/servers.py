@@ -28,6 +28,7 @@ from paceline.launch.job import RunJob
 from paceline.launch.reporter import Reporter, at, below, signal_name
 from paceline.launch.restarts import Restarts
 from paceline.launch.server_process import KeepModels, ServerProcess, ServerSetting
+from paceline.launch.starter import ColdStart
 from paceline.net.secure import TOKEN, new_token, write_secret
 from paceline.run_place import ServersPlace
 
@@ -58,10 +59,12 @@ class NoServers:
 class LocalServers:
     """The servers of a run on this host."""
 
-    def __init__(self, job: RunJob, guard: Guard, reporter: Reporter, restarts: Restarts, address: str) -> None:
+    def __init__(
+        self, job: RunJob, starter: ColdStart, guard: Guard, reporter: Reporter, restarts: Restarts, address: str
+    ) -> None:
         """`address`: of this machine, where they listen."""
         self._job = job
-        self._guard = guard
+        self._starter, self._guard = starter, guard
         self._reporter = reporter
         self._restarts = restarts
         self._folder = reporter.folder.path.resolve()  # scripts may go elsewhere before they look for it
@@ -96,7 +99,7 @@ class LocalServers:
             keys=self._job.keys,
             folder=str(self._folder / f"server-{number}") if self._durable else None,
         )
-        server = ServerProcess(setting, self._folder / f"server-{number}.log", self._guard)
+        server = ServerProcess(setting, self._folder / f"server-{number}.log", self._starter, self._guard)
         self._living[number] = server
         self._reporter.event("server started", server=number, pid=server.pid)
         if number == 0:

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from paceline.launch.outcome import RunOutcome
-from paceline.launch.replica import PARENT_VARIABLE
+from paceline.launch.with_parent import PARENT_VARIABLE
 
 END_WITHIN_S = 20.0
 MOST_LAST_LINES = 8

@@ -50,13 +50,14 @@ from paceline.launch.job import RunJob
 from paceline.launch.meeting import Meeting, SingleHost
 from paceline.launch.outcome import RunOutcome, link_bytes, outcome_of
 from paceline.launch.regular_look import LOOK_EVERY_S, RegularLook
-from paceline.launch.replica import ReplicaProcess
+from paceline.launch.replica import ReplicaProcess, threads_of
 from paceline.launch.replica_output import ReplicaOutput
 from paceline.launch.reporter import Reporter, at, signal_name
 from paceline.launch.restarts import Restarts
 from paceline.launch.server_process import ServerProcess
 from paceline.launch.servers import LocalServers, NoServers
 from paceline.launch.signals import signals_as_bytes
+from paceline.launch.starter import ColdStart, Starter, open_starter
 from paceline.launch.view_keeper import ViewKeeper
 from paceline.run_place import INTERRUPTED, MODELS
 from paceline.watch.display import Display
@@ -84,6 +85,7 @@ class Supervisor:
         self._look_at = RegularLook(job, self._reporter)
         self._board = new_board(job)
         self._place = job.place
+        self._starter: Starter | ColdStart = ColdStart()
         self._servers: LocalServers | NoServers = NoServers()
         self._hosts: Meeting | SingleHost = SingleHost()
         self._views: ViewKeeper | None = None  # of the hosts of mirrored replicas
@@ -115,7 +117,9 @@ class Supervisor:
         with contextlib.closing(Guard()) as self._guard, signals_as_bytes() as self._signals:
             self._selector.register(self._signals, selectors.EVENT_READ, self._on_signal)
             try:
+                self._starter = open_starter(self._job, self._guard, threads_of(self._place))
                 self._meet()
+                self._await_starter()
                 for row in range(self._job.place.rows) if self._exit_code is None else ():
                     self._start(row)
                 while not self._is_over():
@@ -128,6 +132,7 @@ class Supervisor:
                     self._servers.keep_models(self._folder.path / MODELS)
                 self._servers.close(forget=self._final_exit_code() == 0)
                 self._hosts.close()
+                self._starter.close()
                 self._selector.close()
         outcome = outcome_of(
             self._job,
@@ -179,7 +184,9 @@ class Supervisor:
             return
         servers = None
         if job.server_hosts:
-            self._servers = servers = LocalServers(job, self._guard, self._reporter, self._restarts, address)
+            self._servers = servers = LocalServers(
+                job, self._starter, self._guard, self._reporter, self._restarts, address
+            )
         begins = self._wait_for(self._hosts.gather(servers.addresses if servers else {}, job.container))
         if begins is None:
             return
@@ -193,7 +200,8 @@ class Supervisor:
             return
         at = servers.place(begins.container, begins.addresses)
         self._place = msgspec.structs.replace(self._place, servers=at)
-        for server in servers.start_all():
+        self._await_starter()
+        for server in servers.start_all() if self._exit_code is None else ():
             self._watch(servers, server)
 
     def _wait_for(self, ask: Callable[[], Answer | None]) -> Answer | None:
@@ -203,6 +211,13 @@ class Supervisor:
         if answer is None:
             self._hosts.leave()
         return answer
+
+    def _await_starter(self) -> None:
+        """Wait until processes can be started."""
+        if isinstance(self._starter, Starter) and self._starter.ready() is None:
+            self._selector.register(self._starter, selectors.EVENT_READ, lambda: None)
+            self._wait_for(self._starter.ready)
+            self._selector.unregister(self._starter)
 
     def _watch(self, servers: LocalServers, server: ServerProcess) -> None:
         act = partial(self._on_server_end, servers, server)
@@ -232,7 +247,7 @@ class Supervisor:
         place = msgspec.structs.replace(self._place, row=row, board=self._board.descriptor, restarted=again)
         log = self._folder.open_log(place.rank)
         self._folder.forget_failure(place.rank)
-        replica = ReplicaProcess(self._job.command, place, log, self._guard)
+        replica = ReplicaProcess(self._job.command, place, log, self._starter, self._guard)
         self._living[row] = replica
         self._selector.register(replica.pidfd, selectors.EVENT_READ, partial(self._on_end, replica))
         self._output.listen_to(replica)

@@ -564,7 +564,8 @@ def test_kill_9_of_the_supervisor_leaves_no_process_of_any_replica(start: Start)
 def test_replicas_end_with_their_supervisor_even_if_its_guard_was_killed_before(start: Start) -> None:
     run = start("mark(os.getpid())\ntime.sleep(60)", "--replicas", "2")
     pids = [int(run.await_file(f"mark-{replica}")) for replica in range(2)]
-    (guard,) = (child for child in psutil.Process(run.process.pid).children() if child.pid not in pids)
+    children = psutil.Process(run.process.pid).children()
+    (guard,) = (child for child in children if any(word.endswith("guard.py") for word in child.cmdline()))
     guard.kill()
     run.process.kill()
     run.end()

@@ -16,9 +16,9 @@ import msgspec
 from paceline.errors import PacelineError
 from paceline.launch.host_messages import ReplicaEnded, ReplicaNews
 from paceline.launch.quick_start import load_compiler_late
-from paceline.launch.replica import die_with_parent
 from paceline.launch.resting_collector import rest_while_loading
 from paceline.launch.server_process import SERVER_VARIABLE, KeepModels, ServerSetting
+from paceline.launch.with_parent import die_with_parent
 from paceline.memory.heap import keep_memory
 from paceline.net.secure import Keys, read_token
 
@@ -29,10 +29,15 @@ SWITCH_EVERY_S = 0.0005  # a thread that has the answer should not wait for one 
 
 
 def main() -> None:
-    die_with_parent()
-    keep_memory()
     load_compiler_late()
     rest_while_loading()
+    begin()
+
+
+def begin() -> None:
+    """Be the server that was asked for, in a process that may have torch already."""
+    die_with_parent()
+    keep_memory()
     from paceline.central.server.server import Server
 
     setting = msgspec.json.decode(os.environ.pop(SERVER_VARIABLE), type=ServerSetting)

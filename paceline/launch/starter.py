@@ -1,0 +1,190 @@
+"""The starter: a process of a run that has loaded torch, and of which replicas and servers are forked.
+
+    supervisor ── module, arguments, environment, descriptors ──▶ starter (torch, one thread) ── fork ──▶ replica
+               ◀── its number ────────────────────────────────
+
+So torch is loaded once a run and host instead of once a process: a second or two of a core for each but the first, and
+one that is started again is there at once. What is forked becomes the supervisor's child: it is left an orphan, and the
+supervisor adopts those (`guard.py`).
+
+A script may set variables that torch looks at when it is loaded, before it imports it. One whose text names any has no
+starter, and should what it imports set one, its process begins once more as a new Python (`starter_process.py`). A run
+of one process, and one with `PACELINE_PLAIN_TORCH=1`, has none either, and one whose starter has died does without it.
+
+This is the supervisor's side; `starter_process.py` is the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from paceline.launch.guard import Guard
+from paceline.launch.job import RunJob
+from paceline.launch.with_parent import PARENT_VARIABLE
+from paceline.torch_private import wants_plain_torch
+
+# Variables of libraries that are loaded with torch, and look at them once.
+READ_AT_LOADING = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_", "ATEN_", "TORCH_", "PYTORCH_")
+HARMLESS = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")  # scikit-learn sets them, for another OpenMP
+MODULE = "paceline.launch.starter_process"
+READY = b"ready"
+ROOM_FOR_COMMANDS = " " * 1024  # what is forked shows its own command line in the place of the starter's
+LONGEST_FORK_S = 10.0
+MOST_MESSAGE = 1 << 17
+
+
+class StartRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a starter is asked for. With it come descriptors: standard input, output, error, and others."""
+
+    module: str  # its `main` is what the process does
+    arguments: list[str]
+    environment: dict[str, str]
+    descriptors: list[int]  # the numbers that those beyond the three are to have
+
+
+@dataclass(frozen=True)
+class NewProcess:
+    """A process that is to be started, as `python -m module arguments` would."""
+
+    module: str
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+    streams: Sequence[int]  # descriptors of standard input, output and error
+    descriptors: Sequence[int]  # others that it has under the same numbers
+
+
+class ColdStart:
+    """Starts each process as a new Python."""
+
+    def ready(self) -> bool | None:
+        """There is nothing to wait for."""
+        return True
+
+    def start(self, new: NewProcess) -> int:
+        """Returns the number of the new process, which is a child of this one."""
+        stdin, stdout, stderr = new.streams
+        process = subprocess.Popen(
+            [sys.executable, "-m", new.module, *new.arguments],
+            env=dict(new.environment),
+            start_new_session=True,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            pass_fds=tuple(new.descriptors),
+        )
+        process.returncode = 0  # whoever started it waits for it by its number
+        return process.pid
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+class Starter(ColdStart):
+    """The starter, as the supervisor sees it."""
+
+    def __init__(self, guard: Guard, modules: Sequence[str], threads: int) -> None:
+        """`modules`: what it loads beside torch. `threads`: of most processes."""
+        self._guard = guard
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._is_ready = False
+        count = str(threads)
+        environment = {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, PARENT_VARIABLE: str(os.getpid())}
+        with theirs:
+            self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
+                [sys.executable, "-m", MODULE, str(theirs.fileno()), ",".join(modules), ROOM_FOR_COMMANDS],
+                env={**os.environ, **environment, **guard.mark("starter")},
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        guard.watch(self._process.pid)
+
+    def fileno(self) -> int:
+        return self._channel.fileno()
+
+    def ready(self) -> bool | None:
+        """Returns True when processes can be started, by whichever way; None as long as that has to be waited for."""
+        if self._process is not None and not self._is_ready:
+            if not select.select([self._channel], [], [], 0)[0]:
+                return None
+            self._is_ready = self._hear(len(READY)) == READY
+            if not self._is_ready:
+                self.close()
+        return True
+
+    def start(self, new: NewProcess) -> int:
+        """Returns the number of the new process, which is a child of this one."""
+        if self._process is not None and self._is_ready:
+            request = StartRequest(
+                module=new.module,
+                arguments=list(new.arguments),
+                environment=dict(new.environment),
+                descriptors=list(new.descriptors),
+            )
+            with contextlib.suppress(OSError):  # it has ended, or the message is too long
+                socket.send_fds(self._channel, [msgspec.msgpack.encode(request)], [*new.streams, *new.descriptors])
+                if select.select([self._channel], [], [], LONGEST_FORK_S)[0] and (told := self._hear(16)):
+                    return int(told)
+            self.close()
+        return super().start(new)
+
+    def _hear(self, most: int) -> bytes:
+        with contextlib.suppress(OSError):
+            return self._channel.recv(most)
+        return b""
+
+    def close(self) -> None:
+        """Ends it. What it has forked is the supervisor's."""
+        if self._process is not None:
+            self._channel.close()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._guard.forget(self._process.pid)
+            self._process = None
+
+
+def open_starter(job: RunJob, guard: Guard, threads: int) -> Starter | ColdStart:
+    """Returns what starts the processes of a run on this host."""
+    servers = len(job.servers_here)
+    if job.place.rows + servers < 2 or wants_plain_torch() or (not job.module and names_variables(job.script)):
+        return ColdStart()
+    modules = ["paceline.trainer"]
+    if job.place.strategy.on_servers:
+        modules.append("paceline.central.replica.opening")
+    else:
+        modules += ["paceline.central.replica.only_tables", "paceline.mirrored.opening"]
+    if servers:
+        modules.append("paceline.central.server.server")
+    return Starter(guard, modules, threads)
+
+
+def is_read_at_loading(variable: str) -> bool:
+    """Returns whether torch, or a library that is loaded with it, looks at this variable just once.
+
+    >>> [is_read_at_loading(name) for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "KMP_INIT_AT_FORK")]
+    [True, False, False]
+    """
+    return variable.startswith(READ_AT_LOADING) and variable not in HARMLESS
+
+
+def names_variables(script: str) -> bool:
+    """Returns whether the text of a script names any of them, in quotes."""
+    with contextlib.suppress(OSError):
+        quoted = re.findall(rb"""["']([A-Z]+_[A-Z0-9_]+)["']""", Path(script).read_bytes())
+        return any(is_read_at_loading(name.decode()) for name in quoted)
+    return False
