@@ -37,6 +37,7 @@ from paceline.launch.emulate import EmulatedHosts, Emulation
 from paceline.launch.hosts import supervise_hosts
 from paceline.launch.outcome import RunOutcome
 from paceline.launch.replica import PARENT_VARIABLE, die_with_parent
+from paceline.launch.signals import signals_as_bytes
 from paceline.launch.supervisor import Supervisor
 from paceline.machine import shared_words_work
 from paceline.net.secure import write_token
@@ -413,7 +414,7 @@ def _run_on_emulated_hosts(plan: RunPlan, emulation: Emulation, folder: Path) ->
     """One more `paceline run` on each host."""
     if plan.meets and plan.token is None and plan.keys is None:
         write_token(folder)  # all hosts see this folder
-    with EmulatedHosts(emulation) as hosts:
+    with signals_as_bytes() as signals, EmulatedHosts(emulation) as hosts:  # whoever is told to end removes them first
         rendezvous = f"{hosts.addresses[0]}:{DEFAULT_PORT}"
         commands = [
             hosts.command(
@@ -421,7 +422,8 @@ def _run_on_emulated_hosts(plan: RunPlan, emulation: Emulation, folder: Path) ->
             )
             for host in range(emulation.hosts)
         ]
-        exit_code = supervise_hosts(commands, {**os.environ, "GLOO_SOCKET_IFNAME": hosts.interface}, meet=plan.meets)
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": hosts.interface}
+        exit_code = supervise_hosts(commands, environment, signals, meet=plan.meets)
     if plan.json:
         put(sys.stdout, _as_json(folder, {**_last_event(folder), "exit_code": exit_code}))
     return exit_code

@@ -37,6 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import LaunchError, StrategyError
+from paceline.launch.signals import signals_later
 
 _EXAMPLE = "hosts=2,link=1gbit"
 _KEYS = ("hosts", "link")
@@ -108,7 +109,8 @@ def check_permission() -> None:
         )
     for tool in ("ip", "tc"):
         _find(tool)
-    EmulatedHosts(Emulation(2, "1gbit")).close()
+    with signals_later():
+        EmulatedHosts(Emulation(2, "1gbit")).close()
 
 
 class EmulatedHosts:

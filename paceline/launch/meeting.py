@@ -277,7 +277,8 @@ class Meeting:
             self.tell(StillHere())
         for host in self._silence.gone(self._links):
             why = f"it has been silent for {self._setting.lost_after_s:g} s"
-            self._send(host, HostLost(host=host, why=why))  # in case that it hears
+            if self._setting.host == 0:  # who goes on without whom is its to say
+                self._send(host, HostLost(host=host, why=why))  # in case that it hears
             self._put(host, HostLost(host=host, why=why))
 
     def finish(self, code: int, *, trained: bool) -> None:

@@ -93,7 +93,7 @@ class Supervisor:
         self._joining: set[int] = set()  # started again, not yet admitted
         self._exit_code: int | None = None  # known once the run is ending
         self._stop_requested = False
-        self._told_to_stop = False  # by another host, and not by a signal so far
+        self._told_of: str | None = None  # the signal of which another host has told, and that has not come here so far
         self._quit = False  # asked to end at once, as when another host has failed
         self._stopped_by: str | None = None
         self._kill_at: float | None = None
@@ -373,8 +373,8 @@ class Supervisor:
 
     def _on_signal(self) -> None:
         for number in os.read(self._signals, 64):
-            if self._told_to_stop and number != signal.SIGQUIT:
-                self._told_to_stop = False  # by the same Ctrl-C, of which another host has heard sooner
+            if signal_name(number) == self._told_of:
+                self._told_of = None  # the same Ctrl-C, of which another host has heard sooner
                 continue
             if self._exit_code is not None or number == signal.SIGQUIT:
                 # The other host may have failed because of a replica here that takes longer to end: it is told of then.
@@ -440,7 +440,7 @@ class Supervisor:
                     self._stop_requested = False
                     self._end(message.code)
             elif isinstance(message, StopAsked) and self._exit_code is None:
-                self._told_to_stop = True
+                self._told_of = message.by
                 self._stop(message.code, by=message.by)
 
     def _has_failed_first(self) -> bool:

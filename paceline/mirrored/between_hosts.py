@@ -62,6 +62,7 @@ class OneHost(StepPart):
     """All replicas are on this host: nothing has to go anywhere."""
 
     number = 0  # of this host
+    leads = True  # of those that take part it is the first: it saves, and others take its buffers
     several = False
     most = 1  # hosts that the run may have
     count = 1  # hosts that take part in the try
@@ -152,7 +153,7 @@ class BetweenHosts(OneHost):
         self._devices = devices
         self._memory = WireMemory(wire_name, of)
         self.whole_tensors = self._memory.whole_tensors
-        self.number, self.most = links.host, links.hosts
+        self.number, self.most, self.leads = links.host, links.hosts, links.host == 0
         self.bucket_bytes = BUCKET_BYTES * together.board.replicas
         self.landed = self._landed_slot
         self._together = together
@@ -208,16 +209,18 @@ class BetweenHosts(OneHost):
             self.count, self.total, self.before = hosts, hosts * own, self.number * own
         else:
             self.count, self.total, self.before = len(view.hosts), view.total, view.before(self.number)
+            self.leads = view.hosts[0] == self.number
         self._memory.connect(self._links)
         if self._links is not None:
-            self._others = OtherHosts(self._together, self._links)
+            self._others = OtherHosts(self._together, self._links, members)
             self._links.look = self._look
 
     def _look(self) -> None:
         """While this host waits for others."""
         self._together.board.check_view(self._members)
         if self._links is not None:
-            self._others.look()
+            with self._crossing():
+                self._others.look()
 
     def _give_up(self) -> None:
         """Ends whatever is under way in an earlier view."""
@@ -416,8 +419,7 @@ class BetweenHosts(OneHost):
             counts = [weights[rank] for rank in ranks] if weights is not None else None
             sum_into(self._arena.chunk_of(self._arena.sums, chunk), parts, counts)
         run = self._arena.sums[chunks[first].start : chunks[last].stop].view(dtype)
-        if self._links is not None:
-            self._memory.sums.sum(first, run)
+        self._memory.sum(first, run)
 
     def _with_gradients(self, members: Members, chunk: Chunk) -> Sequence[int]:
         """Returns whose buffers have something of a chunk."""

@@ -113,7 +113,7 @@ class MirroredEngine(LockstepEngine):
 
     @property
     def in_charge(self) -> bool:
-        return self._together.is_first() and self._hosts.number == 0
+        return self._together.is_first() and self._hosts.leads
 
     def share(self) -> BatchShare:
         return self._part.share(self._together.coming())
@@ -140,7 +140,7 @@ class MirroredEngine(LockstepEngine):
             self._hosts.begin_call(Kind.SAVE)
             first = members.first == self._row
             self._kept = self._hosts.collect(first=first)
-            if first and self._hosts.number == 0:
+            if first and self._hosts.leads:
                 act()
             self._together.arrive(members, Phase.AWAITING_SAVE)
             self._hosts.begin_call(Kind.SAVE)  # nobody goes on before the first host is done
@@ -274,9 +274,10 @@ class MirroredEngine(LockstepEngine):
             board.host_set(HostWord.STOP_AFTER, members.op)
         # Local statistics are the first member's. So are exact ones when a member had no samples in some pass and has
         # missed its statistics; the first has samples in every pass.
-        if not self._statistics.exact or self._statistics.some_were_idle:
+        taken_over = not self._statistics.exact or self._statistics.some_were_idle
+        if taken_over:
             self._part.publish_buffers()
-            board.host_set(HostWord.BUFFERS_OF, members.op)
+        board.host_set(HostWord.BUFFERS_OF, members.op if taken_over else 0)  # an earlier try may have said otherwise
 
     def _check_options(self, members: Members) -> None:
         mine = self._board.get(self._row, Word.OPTIONS)

@@ -67,7 +67,7 @@ class SharedModel(ModelInArena):
         if self._together.board.replicas == 1:
             self.fill(ModelArena.private(self.layout, self._sizes, self._device))
         else:
-            self._together.attempt(lambda members: self._try_to_share(number, members))
+            self._together.attempt(lambda members: self._try_to_share(number, members), on_host=True)
 
     def join(self) -> None:
         """Take part in the arena of a run in progress."""

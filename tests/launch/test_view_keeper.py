@@ -54,7 +54,7 @@ class Hosts:
                 self.keepers[host].hear(message, self.boards[host])
 
     def counts(self, host: int) -> tuple[int, ...]:
-        return read_view(self.boards[host], self.count).counts
+        return read_view(self.boards[host], self.count)[0].counts
 
     def opened(self) -> list[int]:
         return [self.boards[host].host_get(HostWord.OPENED) for host in sorted(self.there)]
