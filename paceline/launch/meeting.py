@@ -9,6 +9,9 @@ with a supervisor die all its processes, so its host is gone; so is one that fal
     host 1 ◀──────begins, all servers are at …────── host 0 ──────▶ host 2  … training …
     host 1 ──finished──▶ host 0 ◀──finished── host 2                        all have: over
 
+Where hosts may join (`fewest` of them are enough to begin), host 0 goes on listening. Who comes later is told that the
+run has begun, and is outside of it until it is let in (`view_keeper.py`): nobody waits for it, or ends with it.
+
 Threads do what may take long (connecting, greeting, reading) and leave what has come in a queue; the one thread that
 decides finds a byte in a pipe (`descriptor`), as it does for everything else that happens.
 """
@@ -32,11 +35,13 @@ from paceline.launch.host_messages import (
     HostFinished,
     HostLost,
     HostMessage,
+    HostReady,
     RunBegins,
     RunOver,
     RunRefused,
     StillHere,
     ViewMessage,
+    ViewProposed,
 )
 from paceline.launch.silence import Silence
 from paceline.net.frames import Channel, ConnectionLost, FrameError
@@ -47,6 +52,7 @@ CONNECT_S = 5.0
 RETRY_S = 0.2
 SEND_S = 10.0
 LATE_S = 60.0  # that host 0 stays for hosts that come after it is known that there will be no run
+MOMENT_S = 3.0  # for more hosts, when there are enough to begin
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,7 @@ class HostsSetting:
     settings: Mapping[str, str]  # by name, as they were typed or are by default
     timeout_s: float
     lost_after_s: float  # of silence, that a host is taken to be gone
+    fewest: int | None = None  # hosts that are enough to begin, and others may join; None: all, and nobody may
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,7 @@ class SingleHost:
         return "127.0.0.1"
 
     def gather(self, servers: Mapping[int, str], container: str) -> Callable[[], RunBegins | None]:
-        begins = RunBegins(container=container, addresses=list(servers.values()))
+        begins = RunBegins(container=container, addresses=list(servers.values()), hosts=[0])
         return lambda: begins
 
     def tell(self, message: HostMessage) -> None:
@@ -102,6 +109,9 @@ class SingleHost:
     def leave(self) -> None:
         """There is nobody to leave."""
 
+    def refuse(self, host: int, why: str) -> None:
+        """Nobody comes."""
+
     def close(self) -> None:
         """There are no connections."""
 
@@ -115,6 +125,9 @@ class Meeting:
         self._give_up_at = time.monotonic() + setting.timeout_s
         self._refused: PacelineError | None = None  # why there will be no run
         self._came = 0  # hosts, to host 0
+        self._enough_at: float | None = None  # when there were enough of them to begin
+        self._outside: set[int] = set()  # hosts that are not in the run so far
+        self._again: dict[int, tuple[_Arrived, float]] = {}  # that have come again before they were taken to be gone
         self._inbox: queue.SimpleQueue[tuple[int, HostMessage | _Arrived | PacelineError]] = queue.SimpleQueue()
         self.descriptor, self._wake = os.pipe()
         os.set_blocking(self.descriptor, False)
@@ -150,7 +163,9 @@ class Meeting:
     def gather(self, servers: Mapping[int, str], container: str) -> Callable[[], RunBegins | None]:
         """Tell that this host's servers listen at these addresses. Returns what is to be asked until it answers; it
         raises when there will be no run. `container`: its name, if this is host 0."""
-        own = HostComes(host=self._setting.host, settings=dict(self._setting.settings), servers=dict(servers))
+        own = self._own = HostComes(
+            host=self._setting.host, settings=dict(self._setting.settings), servers=dict(servers)
+        )
         if self._setting.host:
             self._read_from(0)
             self._send(0, own)
@@ -178,7 +193,9 @@ class Meeting:
                 self._came += 1
                 try:
                     if self._refused is None:
-                        self._check(message.comes, come)
+                        self._check(message.comes)
+                        if message.comes.host in come:
+                            raise StrategyError("node-rank", message.comes.host, "two hosts have it, give each its own")
                 except PacelineError as error:
                     self._refuse(error)
                 if self._refused is not None:
@@ -193,7 +210,7 @@ class Meeting:
                 self._refuse(message)
             elif isinstance(message, HostLost):
                 self._refuse(LaunchError(f"host {host} has ended before the run began ({message.why}): see its output"))
-        missing = [host for host in range(self._setting.hosts) if host not in come]
+        missing = self._missing(come)
         if missing and self._refused is None and time.monotonic() > self._give_up_at:
             self._refuse(
                 LaunchError(
@@ -207,21 +224,30 @@ class Meeting:
         if missing:
             return None
         addresses = {number: address for one in come.values() for number, address in one.servers.items()}
-        begins = RunBegins(container=container, addresses=[addresses[number] for number in sorted(addresses)])
-        self._stop_listening()
+        ordered = [addresses[number] for number in sorted(addresses)]
+        begins = RunBegins(container=container, addresses=ordered, hosts=sorted(come))
+        if self._setting.fewest is None:
+            self._stop_listening()
         for host in list(self._links):
             self._send(host, begins)
         return begins
 
-    def _check(self, comes: HostComes, come: Mapping[int, HostComes]) -> None:
-        here = come[0].settings
+    def _missing(self, come: Mapping[int, HostComes]) -> list[int]:
+        """The hosts without which the run does not begin: it waits a moment for those that need not be there."""
+        missing = [host for host in range(self._setting.hosts) if host not in come]
+        if len(come) < (self._setting.fewest or self._setting.hosts):
+            return missing
+        now = time.monotonic()
+        self._enough_at = self._enough_at or now
+        return missing if now < self._enough_at + MOMENT_S else []
+
+    def _check(self, comes: HostComes) -> None:
+        here = self._own.settings
         for name in dict.fromkeys((*here, *comes.settings)):
             theirs, ours = comes.settings.get(name, "not given"), here.get(name, "not given")
             if theirs != ours:
                 expected = f"that is host {comes.host}'s, and host 0 has {ours!r}, give every host the same"
                 raise StrategyError(name, theirs, expected)
-        if comes.host in come:
-            raise StrategyError("node-rank", comes.host, "two hosts have it, give each its own")
 
     def _refuse(self, error: PacelineError) -> None:
         """There will be no run. Who comes later is told so too, for a while."""
@@ -235,6 +261,8 @@ class Meeting:
 
     def tell(self, message: HostMessage) -> None:
         """Have all other hosts hear that."""
+        if isinstance(message, ViewProposed):
+            self._outside -= message.rows.keys()
         for host in list(self._links):
             self._send(host, message)
 
@@ -252,6 +280,10 @@ class Meeting:
         self._listen_for_silence()
         heard: list[HostMessage] = []
         for host, message in self._take():
+            if isinstance(message, _Arrived) and message.comes is not None:
+                self._again[host] = (message, time.monotonic() + self._setting.lost_after_s)
+            elif host in self._outside and not isinstance(message, HostLost | HostReady):
+                continue  # what happens there is no business of the run
             if isinstance(message, HostLost) and message.host == host:
                 if host not in self._links:
                     continue  # that is known
@@ -268,8 +300,44 @@ class Meeting:
                 heard.append(message)
                 for other in [other for other in self._links if other != host]:
                     self._send(other, message)
+        heard += self._let_come()
         self._look_whether_over()
         return heard
+
+    def _let_come(self) -> list[HostMessage]:
+        """Hosts that have come to a run in progress wait outside; those that cannot are told why, and they alone."""
+        heard: list[HostMessage] = []
+        for host, (arrived, until) in list(self._again.items()):
+            comes = arrived.comes
+            assert comes is not None
+            try:
+                self._check(comes)
+                if self.code is not None:
+                    raise LaunchError("the run has ended before this host could join")
+                if host in self._links and time.monotonic() > until:
+                    raise StrategyError("node-rank", host, "another host has it, give this one its own")
+            except PacelineError as error:
+                with contextlib.suppress(ConnectionLost):
+                    arrived.channel.send(RunRefused(sentence=str(error)), timeout_s=SEND_S)
+                arrived.channel.close()
+                del self._again[host]
+                continue
+            if host not in self._links:  # else the one before may be gone without a word
+                del self._again[host]
+                self._finished.pop(host, None)
+                self._outside.add(host)
+                self._links[host] = arrived.channel
+                self._read_from(host)
+                self._send(host, RunBegins(container="", addresses=[], hosts=sorted(self._inside()), joins=True))
+                heard.append(comes)
+        return heard
+
+    def _inside(self) -> set[int]:
+        return {0, *self._links} - self._outside
+
+    def refuse(self, host: int, why: str) -> None:
+        """Send away a host that would join the run."""
+        self._send(host, RunRefused(sentence=f"this host cannot join the run: {why}"))
 
     def _listen_for_silence(self) -> None:
         """Says that this host is still here, and finds those who have not said so for too long."""
@@ -298,7 +366,7 @@ class Meeting:
             self._drop(host)
 
     def _all_finished(self) -> bool:
-        return 0 in self._finished and all(host in self._finished for host in self._links)
+        return self._inside() <= self._finished.keys()
 
     def _look_whether_over(self) -> None:
         """Host 0 says when the run is over, and how it has ended: well, if it has for anybody and nobody has failed."""
@@ -347,6 +415,7 @@ class Meeting:
         threading.Thread(target=read, name=f"paceline-host-{host}", daemon=True).start()
 
     def _drop(self, host: int) -> None:
+        self._outside.discard(host)
         if (channel := self._links.pop(host, None)) is not None:
             channel.close()
 

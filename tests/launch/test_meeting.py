@@ -44,7 +44,7 @@ def both_begin(host: Meeting, guest: Meeting) -> None:
     """All that host and guest say to each other before a run begins."""
     addresses = soon(host.address), soon(guest.address)
     asked = host.gather({0: addresses[0]}, "c"), guest.gather({1: addresses[1]}, "")
-    begins = RunBegins(container="c", addresses=list(addresses))
+    begins = RunBegins(container="c", addresses=list(addresses), hosts=[0, 1])
     assert [soon(ask) for ask in asked] == [begins, begins]
 
 

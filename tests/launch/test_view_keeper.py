@@ -21,16 +21,20 @@ class Hosts:
         self.count, self.mail = count, deque[tuple[int, Any]]()
         self.there = set(range(count))
         self.given_up: list[str] = []
+        self.refused: list[tuple[int, str]] = []
         self.boards = [Board.create(2, supervised=True) for _ in range(count)]
         self.keepers = [
-            ViewKeeper(host, count, 2, self._to_all(host), self._to_first, self.given_up.append)
+            ViewKeeper(host, count, 2, self._to_all(host), self._to_first, self.given_up.append, self._refuse)
             for host in range(count)
         ]
         for keeper, board in zip(self.keepers, self.boards, strict=True):
-            keeper.begin(board)
+            keeper.begin(board, range(count))
 
     def _to_all(self, sender: int) -> Any:
         return lambda message: self.mail.extend((host, message) for host in range(self.count) if host != sender)
+
+    def _refuse(self, host: int, why: str) -> None:
+        self.refused.append((host, why))
 
     def _to_first(self, message: ViewMessage) -> None:
         self.mail.append((0, message))
