@@ -43,6 +43,7 @@ from paceline.launch.host_messages import (
     ViewMessage,
     ViewProposed,
 )
+from paceline.launch.latecomers import Arrived, Latecomers
 from paceline.launch.silence import Silence
 from paceline.net.frames import Channel, ConnectionLost, FrameError
 from paceline.net.secure import HANDSHAKE_S, Keys, wrap_client, wrap_server
@@ -70,52 +71,6 @@ class HostsSetting:
     fewest: int | None = None  # hosts that are enough to begin, and others may join; None: all, and nobody may
 
 
-@dataclass(frozen=True)
-class _Arrived:
-    """A connection to a host that has shown who it is; the message is what it has come with."""
-
-    channel: Channel[HostMessage]
-    address: str  # of this machine on that connection, for a host that has not come with its servers' addresses yet
-    comes: HostComes | None = None
-
-
-class SingleHost:
-    """The meeting of a run on one host: nobody else is there."""
-
-    descriptor: int | None = None
-
-    def __init__(self) -> None:
-        self.code: int | None = None  # of the run, once it is over
-
-    def address(self) -> str | None:
-        return "127.0.0.1"
-
-    def gather(self, servers: Mapping[int, str], container: str) -> Callable[[], RunBegins | None]:
-        begins = RunBegins(container=container, addresses=list(servers.values()), hosts=[0])
-        return lambda: begins
-
-    def tell(self, message: HostMessage) -> None:
-        """There is nobody to hear it."""
-
-    def tell_first(self, message: HostMessage) -> None:
-        """There is nobody to hear it."""
-
-    def news(self) -> list[HostMessage]:
-        return []
-
-    def finish(self, code: int, *, trained: bool) -> None:
-        self.code = code
-
-    def leave(self) -> None:
-        """There is nobody to leave."""
-
-    def refuse(self, host: int, why: str) -> None:
-        """Nobody comes."""
-
-    def close(self) -> None:
-        """There are no connections."""
-
-
 class Meeting:
     """This host's part of the meeting. For one thread, which looks at `descriptor` and calls `news`."""
 
@@ -126,9 +81,8 @@ class Meeting:
         self._refused: PacelineError | None = None  # why there will be no run
         self._came = 0  # hosts, to host 0
         self._enough_at: float | None = None  # when there were enough of them to begin
-        self._outside: set[int] = set()  # hosts that are not in the run so far
-        self._again: dict[int, tuple[_Arrived, float]] = {}  # that have come again before they were taken to be gone
-        self._inbox: queue.SimpleQueue[tuple[int, HostMessage | _Arrived | PacelineError]] = queue.SimpleQueue()
+        self._late = Latecomers(self._check, setting.lost_after_s)
+        self._inbox: queue.SimpleQueue[tuple[int, HostMessage | Arrived | PacelineError]] = queue.SimpleQueue()
         self.descriptor, self._wake = os.pipe()
         os.set_blocking(self.descriptor, False)
         os.set_blocking(self._wake, False)
@@ -155,7 +109,7 @@ class Meeting:
         for _, message in self._take():
             if isinstance(message, PacelineError):
                 raise message
-            if isinstance(message, _Arrived):
+            if isinstance(message, Arrived):
                 self._links[0] = message.channel
                 return message.address
         return None
@@ -189,7 +143,7 @@ class Meeting:
     def _all_are_there(self, come: dict[int, HostComes], container: str) -> RunBegins | None:
         """Take in who has come. What is wrong with one is said to all, since nobody can go on without it."""
         for host, message in self._take():
-            if isinstance(message, _Arrived) and message.comes is not None:
+            if isinstance(message, Arrived) and message.comes is not None:
                 self._came += 1
                 try:
                     if self._refused is None:
@@ -262,7 +216,7 @@ class Meeting:
     def tell(self, message: HostMessage) -> None:
         """Have all other hosts hear that."""
         if isinstance(message, ViewProposed):
-            self._outside -= message.rows.keys()
+            self._late.outside -= message.rows.keys()
         for host in list(self._links):
             self._send(host, message)
 
@@ -280,9 +234,9 @@ class Meeting:
         self._listen_for_silence()
         heard: list[HostMessage] = []
         for host, message in self._take():
-            if isinstance(message, _Arrived) and message.comes is not None:
-                self._again[host] = (message, time.monotonic() + self._setting.lost_after_s)
-            elif host in self._outside and not isinstance(message, HostLost | HostReady):
+            if isinstance(message, Arrived) and message.comes is not None:
+                self._late.came(message.comes, message.channel)
+            elif host in self._late.outside and not isinstance(message, HostLost | HostReady):
                 continue  # what happens there is no business of the run
             if isinstance(message, HostLost) and message.host == host:
                 if host not in self._links:
@@ -296,7 +250,7 @@ class Meeting:
                 self.code = message.code
             elif isinstance(message, ViewMessage):
                 heard.append(message)
-            elif not isinstance(message, _Arrived | PacelineError | StillHere):
+            elif not isinstance(message, Arrived | PacelineError | StillHere):
                 heard.append(message)
                 for other in [other for other in self._links if other != host]:
                     self._send(other, message)
@@ -305,35 +259,18 @@ class Meeting:
         return heard
 
     def _let_come(self) -> list[HostMessage]:
-        """Hosts that have come to a run in progress wait outside; those that cannot are told why, and they alone."""
+        """Hosts that have come to a run in progress wait outside of it."""
         heard: list[HostMessage] = []
-        for host, (arrived, until) in list(self._again.items()):
-            comes = arrived.comes
-            assert comes is not None
-            try:
-                self._check(comes)
-                if self.code is not None:
-                    raise LaunchError("the run has ended before this host could join")
-                if host in self._links and time.monotonic() > until:
-                    raise StrategyError("node-rank", host, "another host has it, give this one its own")
-            except PacelineError as error:
-                with contextlib.suppress(ConnectionLost):
-                    arrived.channel.send(RunRefused(sentence=str(error)), timeout_s=SEND_S)
-                arrived.channel.close()
-                del self._again[host]
-                continue
-            if host not in self._links:  # else the one before may be gone without a word
-                del self._again[host]
-                self._finished.pop(host, None)
-                self._outside.add(host)
-                self._links[host] = arrived.channel
-                self._read_from(host)
-                self._send(host, RunBegins(container="", addresses=[], hosts=sorted(self._inside()), joins=True))
-                heard.append(comes)
+        for comes, channel in self._late.take(self._links, over=self.code is not None):
+            self._finished.pop(comes.host, None)
+            self._links[comes.host] = channel
+            self._read_from(comes.host)
+            self._send(comes.host, RunBegins(container="", addresses=[], hosts=sorted(self._inside()), joins=True))
+            heard.append(comes)
         return heard
 
     def _inside(self) -> set[int]:
-        return {0, *self._links} - self._outside
+        return {0, *self._links} - self._late.outside
 
     def refuse(self, host: int, why: str) -> None:
         """Send away a host that would join the run."""
@@ -379,7 +316,7 @@ class Meeting:
 
     # ── connections ──────────────────────────────────────────────────────────────────────────────────────
 
-    def _take(self) -> list[tuple[int, HostMessage | _Arrived | PacelineError]]:
+    def _take(self) -> list[tuple[int, HostMessage | Arrived | PacelineError]]:
         with contextlib.suppress(BlockingIOError):
             while os.read(self.descriptor, 4096):
                 pass
@@ -389,7 +326,7 @@ class Meeting:
                 taken.append(self._inbox.get_nowait())
         return taken
 
-    def _put(self, host: int, message: HostMessage | _Arrived | PacelineError) -> None:
+    def _put(self, host: int, message: HostMessage | Arrived | PacelineError) -> None:
         self._inbox.put((host, message))
         with contextlib.suppress(OSError):  # the pipe is full, so it wakes anyway; or the end has come
             os.write(self._wake, b"\0")
@@ -415,7 +352,7 @@ class Meeting:
         threading.Thread(target=read, name=f"paceline-host-{host}", daemon=True).start()
 
     def _drop(self, host: int) -> None:
-        self._outside.discard(host)
+        self._late.outside.discard(host)
         if (channel := self._links.pop(host, None)) is not None:
             channel.close()
 
@@ -431,8 +368,9 @@ class Meeting:
         if self._listener is not None:
             self._listener.close()
         self.leave()
+        self._late.close()
         for _, message in self._take():
-            if isinstance(message, _Arrived):
+            if isinstance(message, Arrived):
                 message.channel.close()
 
     # ── host 0 ───────────────────────────────────────────────────────────────────────────────────────────
@@ -458,7 +396,7 @@ class Meeting:
             self._strangers.remove(connection)
             notice_silence(secured, self._setting.lost_after_s)
             comes = hear(channel, HostComes, self._setting.timeout_s)
-            self._put(comes.host, _Arrived(channel, "", comes))
+            self._put(comes.host, Arrived(channel, "", comes))
         except OtherVersion as error:
             self._put(0, error)
         except (PacelineError, OSError) as error:
@@ -491,7 +429,7 @@ class Meeting:
                 return
             self._closed.wait(RETRY_S)
 
-    def _arrive(self, connection: socket.socket) -> _Arrived:
+    def _arrive(self, connection: socket.socket) -> Arrived:
         address, keys = str(connection.getsockname()[0]), self._setting.keys
         secured = wrap_client(connection, keys) if keys is not None else connection
         channel: Channel[HostMessage] = Channel(secured, HOST_MESSAGES, most_body_bytes=0)
@@ -501,7 +439,7 @@ class Meeting:
             channel.close()
             raise
         notice_silence(secured, self._setting.lost_after_s)
-        return _Arrived(channel, address)
+        return Arrived(channel, address)
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

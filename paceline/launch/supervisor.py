@@ -39,6 +39,7 @@ from paceline.launch.guard import Guard
 from paceline.launch.host_messages import (
     HostComes,
     HostLost,
+    HostReady,
     ReplicaEnded,
     ReplicaNews,
     ReplicaStarted,
@@ -49,7 +50,7 @@ from paceline.launch.host_messages import (
 )
 from paceline.launch.host_rule import goes_on_without, replicas_of
 from paceline.launch.job import RunJob
-from paceline.launch.meeting import Meeting, SingleHost
+from paceline.launch.meeting import Meeting
 from paceline.launch.outcome import RunOutcome, link_bytes, outcome_of
 from paceline.launch.regular_look import LOOK_EVERY_S, RegularLook
 from paceline.launch.replica import ReplicaProcess
@@ -59,6 +60,7 @@ from paceline.launch.restarts import Restarts
 from paceline.launch.server_process import ServerProcess
 from paceline.launch.servers import LocalServers, NoServers
 from paceline.launch.signals import signals_as_bytes
+from paceline.launch.single_host import SingleHost
 from paceline.launch.view_keeper import ViewKeeper
 from paceline.run_place import INTERRUPTED, MODELS
 from paceline.watch.display import Display
@@ -446,6 +448,8 @@ class Supervisor:
                 self._servers.tell_chief(message)
             elif isinstance(message, ViewMessage):
                 assert self._views is not None
+                if isinstance(message, HostReady):
+                    self._event("host ready", host=message.host)
                 self._views.hear(message, self._board)
             elif isinstance(message, HostComes):
                 self._event("host came", host=message.host)

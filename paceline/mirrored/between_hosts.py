@@ -219,6 +219,7 @@ class BetweenHosts(OneHost):
         self._give_up()
         self._links = self._make_links.open(members)
         self._view = members.epoch
+        self._counts = True  # those who are new do not know
         if view is None:
             hosts, own = self._make_links.hosts, len(members.ranks)
             self.count, self.total, self.before = hosts, hosts * own, self.number * own
