@@ -29,8 +29,10 @@ import torch
 
 from paceline.exchange.board import Board
 from paceline.exchange.sums import SharedSums
+from paceline.exchange.together import Together
 from paceline.exchange.words import Phase, Word
 from paceline.memory.model_arena import ModelArena
+from paceline.mirrored import between_hosts
 from paceline.mirrored.owner import Owner
 
 # Moments that the script announces itself …
@@ -41,6 +43,7 @@ INSIDE = {
     "statistics": "before its part of BatchNorm's statistics is there",
     "statistics of backward": "the same in backward",
     "waiting": "its gradient is there, and it begins to wait for the others'",
+    "completing": "(several hosts) it has all that comes from others, and has not said so",
     "deciding": "all gradients are there, nothing is updated",
     "norm": "before it has measured its part of the gradient's length",
     "reducing": "(under distribute) the mean has been written over some of the gradients it was made from",
@@ -49,6 +52,8 @@ INSIDE = {
     "closing": "its own updates are complete, and it begins to wait for the others'",
     "saving": "the training file has its name, the model file does not",
     "joining": "started again, it waits to be admitted",
+    "bringing": "hosts are let in, and the run's state is about to be brought to them",
+    "brought": "the same, and it has been",
     "admitted": "started again and admitted, it has not read what it missed",
 }
 
@@ -193,6 +198,8 @@ def _arm(fault: Fault, mark: Path, steps: Callable[[], int]) -> Callable[[str], 
             before(SharedSums, "sum", at_second(die))
         case "waiting":
             before(Board, "await_arrivals", die)
+        case "completing":
+            before(Together, "decide", die)
         case "deciding":
             before(Owner, "begin", die)
         case "norm":
@@ -209,6 +216,10 @@ def _arm(fault: Fault, mark: Path, steps: Callable[[], int]) -> Callable[[str], 
             before(os, "replace", at_second(die))
         case "joining":
             before(Board, "wait", lambda board, rank, phase, *_: phase == Phase.AWAITING_ADMISSION and die())
+        case "bringing":
+            before(between_hosts, "bring_state", die)
+        case "brought":
+            before(between_hosts, "bring_state", lambda *_, **__: before(Together, "decide", die))
         case "admitted":
             before(ModelArena, "read_notes", die)
 

@@ -27,13 +27,14 @@ from paceline.exchange.board import Board, HostsView, MemberLost, Members
 from paceline.exchange.words import HostWord, Phase, Word
 
 
-def read_view(board: Board, hosts: int) -> HostsView:
-    """One consistent look at the newest view."""
+def read_view(board: Board, hosts: int) -> tuple[HostsView, tuple[int, ...]]:
+    """One consistent look at the newest view, and at the rows of this host that are in it."""
     while True:
         number = board.host_get(HostWord.VIEW)
         counts = tuple(board.members_on(host) for host in range(hosts))
+        rows = tuple(row for row in range(board.replicas) if board.get(row, Word.IN_VIEW) == number)
         if number > 0 and number == board.host_get(HostWord.VIEW):
-            return HostsView(number, counts)
+            return HostsView(number, counts), rows
         os.sched_yield()
 
 
@@ -69,30 +70,27 @@ class HostViews:
         """`serve` serves a store through which processes find each other; returns where."""
         self._board, self._row, self._timeout_s = board, row, timeout_s
         self.host, self._hosts, self._serve = host, hosts, serve
-        self._view = HostsView(0, ())
+        self._view, self._rows = HostsView(0, ()), tuple[int, ...]()
 
     def coming(self, op: int) -> Members:
         """Who will take part in `op`, as far as it is known."""
-        view = read_view(self._board, self._hosts)
-        return Members(op, view.number, self._rows(view, op), self._row, view)
+        view, rows = read_view(self._board, self._hosts)
+        return Members(op, view.number, rows, self._row, view)
 
     def members(self, op: int) -> Members:
         """Who takes part in `op`: returns when all have entered the newest view."""
         self._enter(1)
-        return Members(op, self._view.number, self._rows(self._view, op), self._row, self._view)
+        return Members(op, self._view.number, self._rows, self._row, self._view)
 
     def leave(self, members: Members) -> None:
         """A member or a link was lost in this view: returns when all have entered a later one."""
         self._board.set(self._row, Word.VIEW_FAILED, members.epoch)  # the supervisor need not have noticed why
         self._enter(members.epoch + 1)
 
-    def _rows(self, view: HostsView, op: int) -> tuple[int, ...]:
-        board = self._board
-        return tuple(
-            row
-            for row in range(board.replicas)
-            if board.get(row, Word.IN_VIEW) == view.number and board.get(row, Word.ADMIT_AT) <= op
-        )
+    def leave_to_let_in(self, members: Members) -> None:
+        """Hosts are let in after this step: returns when all, and they, have entered the next view."""
+        self._board.set(self._row, Word.LETS_IN, members.tag)
+        self._enter(members.epoch + 1)
 
     def _enter(self, at_least: int) -> None:
         board, row = self._board, self._row
@@ -100,12 +98,12 @@ class HostViews:
         def ready() -> bool:
             if board.host_get(HostWord.VIEW) < at_least:
                 return False
-            view = read_view(board, self._hosts)
+            view, rows = read_view(board, self._hosts)
             if board.get(row, Word.ENTERED) != view.number:
-                if view.hosts[:1] == (self.host,) and self._rows(view, 1 << 40)[:1] == (row,):
+                if view.hosts[:1] == (self.host,) and rows[:1] == (row,):
                     board.write_text(HostWord.STORE, self._serve())
                 board.set(row, Word.ENTERED, view.number)
-            self._view = view
+            self._view, self._rows = view, rows
             return board.host_get(HostWord.OPENED) == view.number
 
         board.wait(row, Phase.AWAITING_HOSTS, ready, self._timeout_s)

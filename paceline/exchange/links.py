@@ -124,15 +124,16 @@ class Links:
         """The same in what is no step."""
         return self.sum(values, self._calls)
 
-    def tell(self, row: int, what: str) -> None:
-        """Has the same row of the other hosts know something, which takes the place of what was told before."""
-        self._store.set(f"told/{row}/{self.host}", what)
+    def tell(self, lane: int, what: str) -> None:
+        """Has the same lane of the other hosts know something, which takes the place of what was told before."""
+        with self._explained():
+            self._store.set(f"told/{lane}/{self.host}", what)
 
-    def told(self, row: int) -> Iterator[tuple[int, str]]:
-        """Returns what the same row of the other hosts has told, by host."""
-        for host in range(self.hosts):
-            if host != self.host and self._store.check([key := f"told/{row}/{host}"]):
-                yield host, self._store.get(key).decode()
+    def told(self, lane: int) -> list[tuple[int, str]]:
+        """Returns what the same lane of the other hosts has told, by host."""
+        keys = {host: f"told/{lane}/{host}" for host in range(self.hosts) if host != self.host}
+        with self._explained():
+            return [(host, self._store.get(key).decode()) for host, key in keys.items() if self._store.check([key])]
 
     def sum_in_turn(self, values: torch.Tensor) -> torch.Tensor:
         """The same between the sums of gradients, by whoever makes those."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.exchange.board import called, other_call
+from paceline.exchange.board import Members, called, other_call
 from paceline.exchange.links import Links
 from paceline.exchange.together import Together
 from paceline.exchange.words import HostWord, Kind
@@ -18,16 +18,18 @@ from paceline.exchange.words import HostWord, Kind
 class OtherHosts:
     """The other hosts, as one process sees them that may have to wait for them."""
 
-    def __init__(self, together: Together, links: Links) -> None:
-        self._together, self._links = together, links
+    def __init__(self, together: Together, links: Links, members: Members) -> None:
+        """`members`: of this host, in the view that the links are of."""
+        self._together, self._links, self._members = together, links, members
+        self._lane = members.ranks.index(members.replica)  # the same on all hosts, whichever row has it there
         links.look = self.look
 
     def look(self) -> None:
         """Says in what this process waits; raises if its like on another host waits in something else."""
         row = self._together.replica
         op, kind = self._together.board.doing(row)
-        self._links.tell(row, f"{op} {kind:d}")
-        for host, at in self._links.told(row):
+        self._links.tell(self._lane, f"{op} {kind:d}")
+        for host, at in self._links.told(self._lane):
             their_op, their_kind = map(int, at.split())
             if their_op == op:
                 self._compare(kind, host, Kind(their_kind))
@@ -42,7 +44,14 @@ class OtherHosts:
 
     def _compare(self, mine: Kind, host: int, theirs: Kind) -> None:
         if theirs != mine:
-            board, row = self._together.board, self._together.replica
-            devices = board.host_get(HostWord.DEVICES)
-            one, other = (called(number * board.replicas + row, devices) for number in (self._links.host, host))
-            raise other_call(one, mine, other, theirs)
+            view, replica = self._members.view, self._members.replica
+            own = self._called(self._links.host) if view is None else self._together.board.called(replica)
+            raise other_call(own, mine, self._called(host), theirs)
+
+    def _called(self, index: int) -> str:
+        """How a sentence names this process's like on the `index`-th host that takes part."""
+        board, view = self._together.board, self._members.view
+        number = index if view is None else view.hosts[index]
+        if view is not None and view.counts[number] < board.replicas:
+            return f"a replica of host {number}"  # it has lost some, and which is not known here
+        return called(number * board.replicas + self._lane, board.host_get(HostWord.DEVICES))

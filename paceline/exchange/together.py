@@ -58,24 +58,28 @@ class Together:
             raise SystemExit(0)
         return living
 
-    def attempt(self, one_try: Callable[[Members], T], *, limited: bool = False) -> T:
+    def attempt(self, one_try: Callable[[Members], T], *, limited: bool = False, on_host: bool = False) -> T:
         """Do the next op with all members; again with those who are left, when one dies before it is complete.
+
+        `on_host`: with those of this host alone, whatever happens on others. Nothing is decided at its end, so nobody
+        may leave it for a new view: others, who have seen all arrive, would have gone on.
 
         `limited` by a deadline, if there is one around the call: a member that has not arrived when its time is over
         gives the op up. That can never be complete then, so all do: `DeadlineExceeded` in all of them, or in none. Who
         has arrived cannot withdraw.
         """
         op, board, me = self.board.next_op(self.replica), self.board, self.replica
+        views = None if on_host else self.views
         self.limit = call_limit() if limited else None
         try:
             while True:
-                members = board.members(me, op) if self.views is None else self.views.members(op)
+                members = board.members(me, op) if views is None else views.members(op)
                 try:
                     return one_try(members)
                 except MemberLost:
                     board.set(me, Word.RETRIES, board.get(me, Word.RETRIES) + 1)
-                    if self.views is not None:
-                        self.views.leave(members)
+                    if views is not None:
+                        views.leave(members)
         except CallGivenUp:
             assert self.limit is not None
             late = self.limit.exceeded(board.called(me))
@@ -113,17 +117,17 @@ class Together:
                 raise
 
     def meet(self, kind: Kind, phase: Phase) -> Members:
-        """Return when all members are here."""
+        """Return when all members of this host are here."""
 
         def one_try(members: Members) -> Members:
             self.board.work_on(members, kind, Phase.BETWEEN)
             self.arrive(members, phase)
             return members
 
-        return self.attempt(one_try)
+        return self.attempt(one_try, on_host=True)
 
     def once(self, act: Callable[[], None]) -> None:
-        """The first member acts; everybody returns when that is done."""
+        """The first member of each host acts; everybody returns when that is done on its own."""
 
         def one_try(members: Members) -> None:
             self.board.work_on(members, Kind.SAVE, Phase.SAVING)
@@ -131,7 +135,7 @@ class Together:
                 act()
             self.arrive(members, Phase.AWAITING_SAVE)
 
-        self.attempt(one_try)
+        self.attempt(one_try, on_host=True)
         self.board.enter(self.replica, Phase.BETWEEN)
 
     def ask(self, ranks: Sequence[int]) -> None:

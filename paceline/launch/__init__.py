@@ -16,6 +16,6 @@
 - `hosts`: the supervisors of several emulated hosts, started and ended together
 - `emulate`: several hosts on one machine, with links of a real speed
 
-Nothing here imports torch but the starter, by its name, and nothing is imported by this file: `python -m paceline.launch.replica` has to find
-its module unused, and has to be light.
+Nothing here imports torch but the starter, by its name, and nothing is imported by this file:
+`python -m paceline.launch.replica` has to find its module unused, and has to be light.
 """

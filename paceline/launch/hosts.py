@@ -12,18 +12,19 @@ from collections.abc import Mapping, Sequence
 
 from paceline.launch.cores import allowed_cores, share_of_cores
 from paceline.launch.regular_look import LOOK_EVERY_S
-from paceline.launch.signals import signals_as_bytes
 from paceline.launch.supervisor import END_GRACE_S
 from paceline.launch.with_parent import PARENT_VARIABLE
 from paceline.watch.target import NOT_REACHED
 
 
-def supervise_hosts(commands: Sequence[Sequence[str]], environment: Mapping[str, str], *, meet: bool = False) -> int:
+def supervise_hosts(
+    commands: Sequence[Sequence[str]], environment: Mapping[str, str], signals: int, *, meet: bool = False
+) -> int:
     """Run each host's own supervisor; the first exit code that is not 0, or 0.
 
     Hosts are emulated on this machine, so each gets its part of the cores. Requests to stop are passed on to all;
     when one host fails, the others end at once. If their supervisors `meet`, they know themselves what to do then, and
-    the exit code is host 0's.
+    the exit code is host 0's. `signals`: where requests to stop can be read, one byte each.
     """
     environment = {**environment, PARENT_VARIABLE: str(os.getpid())}
     cores = allowed_cores()
@@ -35,7 +36,7 @@ def supervise_hosts(commands: Sequence[Sequence[str]], environment: Mapping[str,
         for process in running.values():
             process.send_signal(number)
 
-    with signals_as_bytes() as signals, selectors.DefaultSelector() as selector:
+    with selectors.DefaultSelector() as selector:
         selector.register(signals, selectors.EVENT_READ)
         try:
             for host, command in enumerate(commands):

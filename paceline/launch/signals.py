@@ -29,6 +29,16 @@ def signals_as_bytes() -> Iterator[int]:
 
 
 @contextlib.contextmanager
+def signals_later() -> Iterator[None]:
+    """Requests to stop wait until this is over: for something short that must not be left half done."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
 def stop_is_interrupt() -> Iterator[None]:
     """A request to end is a Ctrl-C, however it comes: for a command that only waits for others."""
 

@@ -90,5 +90,5 @@ class Gossip(LocalSteps):
 
     def _settle(self, chunk: int) -> None:
         values = self._values(chunk)
-        self._memory.sums.sum(chunk, values)
+        self._memory.sum(chunk, values)
         values.mul_(1 / self.count)

@@ -12,8 +12,9 @@ from concurrent.futures import Future, wait
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from paceline.errors import ReplicaDied
 from paceline.exchange.board import MemberLost, Members
-from paceline.exchange.links import LOOK_EVERY, LinkLost, Links, Store, open_store
+from paceline.exchange.links import LOOK_EVERY, Links, Store, open_store
 from paceline.exchange.together import Together
 from paceline.exchange.words import HostWord
 
@@ -53,7 +54,7 @@ class LinkMaker:
             board.check_view(members)
         try:
             return made.result()
-        except LinkLost:
+        except ReplicaDied:  # whoever serves the store may have died, and that is not known yet
             raise MemberLost from None
 
 

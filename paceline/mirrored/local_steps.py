@@ -28,8 +28,9 @@ from paceline.exchange.together import Together
 from paceline.exchange.words import Kind, Phase
 from paceline.memory.layout import FlatLayout, Slot
 from paceline.memory.model_arena import ForHosts, ModelArena
-from paceline.mirrored.between_hosts import BetweenHosts, OneHost, StepTotals, weights_by_rank
+from paceline.mirrored.between_hosts import BetweenHosts
 from paceline.mirrored.link_maker import LinkMaker
+from paceline.mirrored.one_host import OneHost, StepTotals, weights_by_rank
 from paceline.mirrored.owner import Owner
 from paceline.mirrored.step_parts import DecidedStep
 
@@ -121,7 +122,7 @@ class LocalSteps(BetweenHosts):
     def _settle(self, chunk: int) -> None:
         values, common = self._values(chunk), self._part(self._arena.common, chunk)
         change = values - common
-        self._memory.sums.sum(chunk, change)
+        self._memory.sum(chunk, change)
         if self._outer is None:
             common.add_(change, alpha=1 / self.count)
         else:
@@ -148,7 +149,7 @@ class LocalSteps(BetweenHosts):
 
     def collect(self, *, first: bool) -> dict[str, torch.Tensor]:
         kept = super().collect(first=first)
-        if first and self.number == 0:
+        if first and self.leads:
             kept |= {f"outer/{slot.name}": self._arena.outer_step(slot) for slot in self._outer_slots()}
         return kept
 

@@ -18,7 +18,7 @@ from paceline.exchange.together import Together
 from paceline.exchange.words import HostWord, Kind, Phase
 from paceline.loop.lockstep import BatchShare
 from paceline.loss_value import LossPart, Weight
-from paceline.mirrored.between_hosts import OneHost
+from paceline.mirrored.one_host import OneHost
 from paceline.mirrored.shared_model import SharedModel
 from paceline.mirrored.statistics import BatchStatistics
 from paceline.mirrored.step_parts import DecidedStep, StepPart
@@ -104,7 +104,7 @@ class WholeModel(StepPart):
 
     def take_buffers(self) -> None:
         total = self._hosts.sum if self._hosts.sums_gradients else None
-        self._shared.take_buffers(total, first=self._hosts.number == 0)
+        self._shared.take_buffers(total, first=self._hosts.leads)
 
     # ── whole tensors ────────────────────────────────────────────────────────────────────────────────────
 
@@ -180,7 +180,7 @@ class CutModel(WholeModel):
     def agree(self, step: DecidedStep) -> None:
         self.take_buffers()  # the model of every device is whole
         if self._hosts.count > 1 and self._together.board.host_get(HostWord.BUFFERS_OF) == step.members.op:
-            self._parts.take_buffers(self._hosts.sum, first=self._hosts.number == 0)
+            self._parts.take_buffers(self._hosts.sum, first=self._hosts.leads)
 
     def publish_buffers(self) -> None:
         """All have."""

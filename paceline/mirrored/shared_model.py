@@ -67,7 +67,7 @@ class SharedModel(ModelInArena):
         if self._together.board.replicas == 1:
             self.fill(ModelArena.private(self.layout, self._sizes, self._device))
         else:
-            self._together.attempt(lambda members: self._try_to_share(number, members))
+            self._together.attempt(lambda members: self._try_to_share(number, members), on_host=True)
 
     def join(self) -> None:
         """Take part in the arena of a run in progress."""
@@ -117,6 +117,10 @@ class SharedModel(ModelInArena):
                     "this parameter differs between hosts at the start; set the same seed in every process before the "
                     "model is made",
                 )
+
+    def fingerprint(self) -> int:
+        """Returns a number that tells this model, with its optimizer, from others."""
+        return zlib.crc32(f"{self.layout.describe()} {self._sizes}".encode())
 
     # ── buffers ─────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -18,7 +18,7 @@ from paceline.exchange.links import Links
 from paceline.exchange.low_rank import LowRankSum, Matrix, as_matrix, first_basis
 from paceline.exchange.wire import wire
 from paceline.exchange.wire_names import matrix_rank
-from paceline.memory.layout import FlatLayout, Slot
+from paceline.memory.layout import Chunk, FlatLayout, Slot
 from paceline.memory.model_arena import ModelArena
 
 _COLLECT = 1 << 30  # the tag of what is sent for a checkpoint: no chunk has that number
@@ -39,11 +39,21 @@ class WireMemory:
         self._links = links
         self._sums = HostSums(links, self._make) if links is not None else None
 
-    @property
-    def sums(self) -> HostSums:
-        """The sums over the links."""
-        assert self._sums is not None
-        return self._sums
+    def sum(self, first: int, values: torch.Tensor) -> None:
+        """Replaces the values of neighbouring chunks, from that one on, by their sum over all hosts."""
+        if self._sums is not None:
+            self._sums.sum(first, values)
+        elif self._owes and values.is_floating_point() and values.dtype.itemsize <= 4:
+            self._pay(first, values)
+
+    def _pay(self, first: int, values: torch.Tensor) -> None:
+        """No other host is left: what is owed is added, and nothing will be owed any more."""
+        chunk = self._arena.layout.chunks[first]
+        owed, proposed = self._in_turn(self._owed(chunk.start, values.numel()))
+        values.copy_(values.float() + owed)
+        proposed.zero_()
+        for _, (basis, next_basis) in self._matrices_in(chunk, values.numel()):
+            next_basis.copy_(basis)
 
     @property
     def whole_tensors(self) -> bool:
@@ -95,13 +105,19 @@ class WireMemory:
         if self._rank is None:
             return range_sum(like, links.host, links.hosts, wire(self._wire_name), owed)
         assert owed is not None
-        stop = chunk.start + elements * chunk.dtype.itemsize
-        matrices, bases = [], []
-        for number, (rows, columns) in self._matrices(layout).items():
-            if chunk.start <= (offset := layout.slots[number].offset) < stop:
-                matrices.append(Matrix((offset - chunk.start) // chunk.dtype.itemsize, rows, columns, number))
-                bases.append(self._in_turn(self._bases[number]))
+        found = self._matrices_in(chunk, elements)
+        matrices, bases = [matrix for matrix, _ in found], [pair for _, pair in found]
         return LowRankSum(elements, matrices, self._rank, links.host, links.hosts, owed, bases)
+
+    def _matrices_in(self, chunk: Chunk, elements: int) -> list[tuple[Matrix, Owed]]:
+        """Returns the matrices among so many values from a chunk on, each with its basis and room for the next."""
+        layout, size = self._arena.layout, chunk.dtype.itemsize
+        found = []
+        for number, (rows, columns) in self._matrices(layout).items():
+            if chunk.start <= (offset := layout.slots[number].offset) < chunk.start + elements * size:
+                matrix = Matrix((offset - chunk.start) // size, rows, columns, number)
+                found.append((matrix, self._in_turn(self._bases[number])))
+        return found
 
     def _owed(self, start: int, elements: int) -> Owed:
         first = start // 4 * _floats_a_word(self._arena.layout)
@@ -116,6 +132,10 @@ class WireMemory:
         if self._sums is not None:
             self._sums.commit()
         self._turn = 1 - self._turn
+
+    def bases(self) -> list[torch.Tensor]:
+        """Returns what all hosts remember alike."""
+        return [self._in_turn(pair)[0] for pair in self._bases.values()]
 
     # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────
 

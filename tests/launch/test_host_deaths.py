@@ -7,32 +7,20 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from checksum import largest_difference
 from conftest import TESTS, Run, Start
+from emulated import END_S, ROUNDING, needs_hosts, wait_until
 from faults import Fault, as_argument, cut_off, happened, kill, kill_host, stop_host
-
-from paceline.launch.emulate import check_permission
 
 SCRIPT = TESTS / "faulty_training.py"
 LEDGER = "epochs 0 to 2: 60 samples, each once"
-ROUNDING = 1e-5  # others add up the same numbers in other groups: float sums differ by that, and nothing else may
-END_S = 170.0
 
 
-def may_emulate() -> bool:
-    try:
-        check_permission()
-    except Exception:
-        return False
-    return True
-
-
-pytestmark = pytest.mark.skipif(not may_emulate(), reason="emulated hosts need root and iproute2")
+pytestmark = needs_hosts
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +77,7 @@ MOMENTS = (
     "forward",
     "statistics of backward",
     "waiting",
+    "completing",
     "deciding",
     "norm",
     "update",
@@ -98,7 +87,9 @@ MOMENTS = (
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("moment", ["start", "forward", "waiting", "deciding", "norm", "update", "evaluation"])
+@pytest.mark.parametrize(
+    "moment", ["start", "forward", "waiting", "completing", "deciding", "norm", "update", "evaluation"]
+)
 def test_a_host_is_killed_at_any_moment(moment: str, start: Start, alone: Run) -> None:
     faults = [kill_host(of=3).at(step=0 if moment == "start" else 5).in_(moment)]
     run = train(start, 3, 6, faults).fine(END_S)
@@ -112,13 +103,6 @@ def test_a_replica_of_two_hosts_is_killed_at_any_moment(moment: str, start: Star
     faults = [kill(replica=0).at(step=0 if moment == "start" else 5).in_(moment)]
     run = train(start, 2, 4, faults).fine(END_S)
     assert_as_if_nothing_had_happened(run, alone, faults, [1, 2, 3])
-
-
-def wait_until(ready: Callable[[], object], limit_s: float = 100.0) -> None:
-    end = time.monotonic() + limit_s
-    while not ready():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.05)
 
 
 @pytest.mark.soak
@@ -168,6 +152,32 @@ def test_calls_of_the_script_go_on_with_those_who_are_left(start: Start) -> None
     heard = [[0, 1, 2, 3]] * 2 + [[0, 1, 2]] * 2 + [[0, 1]] * 2
     assert [run.told("heard", replica) for replica in (0, 1)] == [heard, heard]
     run.assert_nothing_left()
+
+
+@pytest.mark.soak
+def test_the_next_host_saves_when_the_first_has_no_replica_left(start: Start, alone: Run) -> None:
+    """Its supervisor is there, so the others go on; buffers and checkpoints are those of the first that takes part."""
+    faults = [kill(replica=0).at(step=4).in_("forward")]
+    run = train(start, 3, 3, faults).fine(END_S)
+    assert_as_if_nothing_had_happened(run, alone, faults, [1, 2])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("who", ["replica", "host"])
+@pytest.mark.parametrize("wire", ["int8", "topk:0.2", "powersgd:2"])
+def test_what_a_wire_owes_is_not_changed_by_a_try_that_is_given_up(wire: str, who: str, start: Start) -> None:
+    """A death before anything was sent, and one after all of it was: the step is tried again, to the same bits."""
+    checksums, losses = set(), []
+    for moment in ("forward", "completing"):
+        fault = (kill(replica=3) if who == "replica" else kill_host(of=2)).at(step=5).in_(moment)
+        run = train(start, 2 if who == "replica" else 3, 4 if who == "replica" else 3, [fault], f"--wire {wire}")
+        run.fine(END_S)
+        assert happened(run.folder, [fault]) == [fault]
+        checksums |= {run.told("checksum", replica) for replica in (0, 1)}
+        losses.append(run.told("losses"))
+        run.assert_nothing_left()
+    assert losses[0] == losses[1]
+    assert len(checksums) == 1
 
 
 @pytest.mark.soak
