@@ -42,17 +42,18 @@ from paceline.search.leaderboard import as_markdown, shown
 from paceline.search.plot import load_drawing, plot
 from paceline.search.proposals import SAMPLERS, SamplerName
 from paceline.search.script_arguments import ScriptArguments, find_arguments
+from paceline.search.script_text import ScriptText
 from paceline.search.space import SearchSpace
 from paceline.search.study_journal import PRUNERS, PrunerName
 from paceline.search.table import draw
 from paceline.search.top import TOP, keep_best
-from paceline.search.tune_folder import JOURNAL, TrialRecord, TuneFolder
+from paceline.search.tune_folder import JOURNAL, TrialRecord, TuneFolder, identity_of
 from paceline.search.tuner import Search, Tuner
 from paceline.strategy import one_of
 from paceline.trial_values import TrialPlace
 from paceline.watch.display import clock
 from paceline.watch.kept_folder import script_digest
-from paceline.watch.target import read_time
+from paceline.watch.target import never_told, read_time
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -141,6 +142,8 @@ def execute(options: argparse.Namespace) -> int:
     arguments = find_arguments(
         options.script, given, space.names, module=options.module, folds=options.folds is not None
     )
+    if not options.module and (told := ScriptText(options.script).never_tells(goal.metric)) is not None:
+        raise LaunchError(never_told(goal.metric, told, f"by {goal.flag}"))
     plan = _plan(options)
     if options.parallel > (runs := trials * (options.folds or 1)):
         raise StrategyError("parallel", options.parallel, f"there are {runs} runs to make, give at most that")
@@ -219,8 +222,10 @@ def trial_command(plan: RunPlan, arguments: ScriptArguments, trial: TrialPlace) 
 
 def _container(trial: TrialPlace) -> str:
     """Its own on joined servers, the same whenever it is started again: the search's name and the trial's."""
-    parts = Path(trial.folder).parts
-    return "-".join(parts[-2 if trial.fold is None else -3 :])[-MOST_NAME:].lstrip(".")
+    folder = Path(trial.folder)
+    search = folder.parent if trial.fold is None else folder.parent.parent
+    name = "-".join([search.name, identity_of(search), *folder.relative_to(search).parts])
+    return name[-MOST_NAME:].lstrip(".")
 
 
 def _check_machine(options: argparse.Namespace, plan: RunPlan) -> None:

@@ -16,11 +16,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 
 from paceline.checkpoint_note import CheckpointNote
 from paceline.errors import LaunchError
 from paceline.launch.cores import allowed_cores, share_of_cores
+from paceline.launch.run_template import RunTemplate
 from paceline.search.goal import Goal
 from paceline.search.leaderboard import RunningTrial, ranked
 from paceline.search.proposals import Proposals, SamplerName
@@ -94,6 +95,7 @@ class Tuner:
         self._waiting: deque[tuple[TrialInHand, TrialRun]] = deque()
         self._slots: dict[TrialRun, int] = {}  # of those that run
         self._owner: dict[TrialRun, TrialInHand] = {}
+        self._template = RunTemplate()
         self._selector = selectors.DefaultSelector()
         self._began_at, self._seconds_before = time.monotonic(), folder.seconds
         self._clock_written_at = 0.0
@@ -134,11 +136,12 @@ class Tuner:
                 if not self._slots:
                     return
                 for key, _ in self._selector.select(LOOK_EVERY_S):
-                    self._on_end(key.data)
+                    self._on_end(cast(TrialRun, key.fileobj))
                 self._look()
         finally:
             for run in list(self._slots):
                 run.end()
+            self._template.close()
             self._selector.close()
             self._folder.seconds = self.seconds
 
@@ -188,7 +191,8 @@ class Tuner:
             slot = min(set(range(self._search.parallel)) - set(self._slots.values()))
             cores = share_of_cores(slot, self._search.parallel, allowed_cores())
             self._slots[run] = slot
-            self._selector.register(run.start(self._search.command(run.place), cores), selectors.EVENT_READ, run)
+            run.start(self._search.command(run.place), cores, self._template)
+            self._selector.register(run, selectors.EVENT_READ)
 
     def _begin_next(self) -> bool:
         """Begin a new trial, if there is one and what it needs is known."""
@@ -237,7 +241,7 @@ class Tuner:
 
     def _on_end(self, run: TrialRun) -> None:
         trial = self._owner[run]
-        self._selector.unregister(run.pidfd)
+        self._selector.unregister(run)
         del self._slots[run]
         code = run.ended()
         if code == 0 or run.is_over:
