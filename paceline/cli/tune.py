@@ -164,7 +164,8 @@ def execute(options: argparse.Namespace) -> int:
         **({"budget_s": options.budget_s} if options.budget_s is not None else {}),
     )
     folder = TuneFolder.open(options.folder, options.script, _asked(options, search, plan))
-    return TuneCommand(options, search, folder, not_used(plan)).run()
+    with contextlib.closing(folder):
+        return TuneCommand(options, search, folder, not_used(plan)).run()
 
 
 # ── what was typed ───────────────────────────────────────────────────────────────────────────────────────────

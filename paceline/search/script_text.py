@@ -10,12 +10,12 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-import site
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 _TELLING = ("evaluate", "log", "report")  # methods of a trainer
+_INSTALLED = {"site-packages", "dist-packages"}
 _BY_NAME = ("__import__", "importlib", "runpy", "exec(")  # how else something may be imported
 
 
@@ -77,7 +77,7 @@ class ScriptText:
             found = importlib.util.find_spec(name)
         except (ImportError, ValueError):
             return True
-        return found is None or not str(found.origin).startswith(tuple(site.getsitepackages()))
+        return found is None or not _INSTALLED & set(Path(str(found.origin)).parts)
 
 
 def _told_by(call: ast.Call) -> Iterator[str | None]:

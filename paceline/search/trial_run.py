@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import signal
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from paceline.trial_values import TRIAL_VARIABLE, TrialPlace
 from paceline.watch.run_folder import EVENTS
 
 KILLED_FROM = 128  # exit codes above it are signals
+CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}  # that a process gives itself
 
 
 class RunEvents:
@@ -155,6 +157,15 @@ class TrialRun:
             self._living.discard(event["replica"])
             self._codes += [event["code"]] if "code" in event else []
         self.steps = max(self.steps, event.get("step") or event.get("steps") or 0)
+
+
+def has_crashed(code: int) -> bool:
+    """Whether that exit code says that the script itself has brought its process down, and is likely to do so again.
+
+    >>> has_crashed(139), has_crashed(137), has_crashed(1)
+    (True, False, False)
+    """
+    return was_killed(code) and abs(code) % KILLED_FROM in CRASHES
 
 
 def was_killed(code: int) -> bool:

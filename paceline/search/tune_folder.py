@@ -108,6 +108,10 @@ class TuneFolder:
             write_whole(path / IDENTITY, secrets.token_hex(4).encode())
         return cls(path, lock)
 
+    def close(self) -> None:
+        """Let another search have it."""
+        self._lock.close()
+
     def trial_folder(self, number: int) -> Path:
         return self.path / f"trial-{number:04}"
 
@@ -152,7 +156,7 @@ def _read(path: Path, kind: type[Kept]) -> Kept | None:
 
 def identity_of(folder: Path) -> str:
     """What tells this search from all others, also from one that was in a folder of this name before."""
-    return (folder / IDENTITY).read_text()
+    return (folder / IDENTITY).read_text().strip()
 
 
 def _named_after(script: str, asked: Mapping[str, Any]) -> Path:

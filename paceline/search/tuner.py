@@ -29,7 +29,7 @@ from paceline.search.script_arguments import ScriptArguments
 from paceline.search.space import SearchSpace
 from paceline.search.study_journal import PrunerName, StudyJournal
 from paceline.search.top import checkpoint_in
-from paceline.search.trial_run import TrialRun, was_killed
+from paceline.search.trial_run import TrialRun, has_crashed, was_killed
 from paceline.search.tune_folder import TrialEnd, TrialRecord, TuneFolder
 from paceline.trial_values import FOLD, TrialPlace, Value
 
@@ -37,6 +37,7 @@ LOOK_EVERY_S = 0.1
 CLOCK_EVERY_S = 1.0
 MOST_REPORTS = 1000  # of one trial, to the journal
 REFUSED_ARGUMENTS = 2  # exit code of argparse
+CRASHES_AGAIN = 1  # how often a run is started again that has brought itself down
 
 
 @dataclass(frozen=True)
@@ -251,7 +252,7 @@ class Tuner:
         elif run.asked_to_stop and was_killed(code):
             self._report(trial, run)
             self._end(trial, "pruned")
-        elif was_killed(code) and run.kills <= self._search.max_restarts:
+        elif was_killed(code) and run.kills <= (CRASHES_AGAIN if has_crashed(code) else self._search.max_restarts):
             self._watcher.say(f"trial {trial.number} was killed and is started again")
             self._waiting.appendleft((trial, run))
         else:

@@ -99,16 +99,19 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from test_run_template import start, RunTemplate
-start(Path(sys.argv[2]), RunTemplate(), "wait")
+template = RunTemplate()
+run = start(Path(sys.argv[2]), template, "wait")
 time.sleep(300)
 """
 
 
 def test_runs_and_template_die_with_their_owner(tmp_path: Path) -> None:
     owner = subprocess.Popen([sys.executable, "-c", OWNER, str(Path(__file__).parent), str(tmp_path)])
-    replica = process_of(tmp_path)
-    family = [replica, *replica.parents()[:2]]
-    owner.kill()
-    owner.wait()
+    try:
+        replica = process_of(tmp_path)
+        family = [replica, *replica.parents()[:2]]
+    finally:
+        owner.kill()
+        owner.wait()
     _, alive = psutil.wait_procs(family, LONG_S)
     assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]

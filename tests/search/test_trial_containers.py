@@ -13,7 +13,7 @@ from paceline.cli.run_plan import RunPlan, resolve
 from paceline.cli.tune import trial_command
 from paceline.run_place import check_container
 from paceline.search.script_arguments import find_arguments
-from paceline.search.tune_folder import TuneFolder
+from paceline.search.tune_folder import TuneFolder, identity_of
 from paceline.trial_values import TrialPlace
 
 
@@ -37,8 +37,8 @@ def container(plan: RunPlan, folder: str, fold: int | None = None) -> str:
 
 def search_in(path: Path) -> tuple[str, str]:
     """A new search in that folder: where, and what tells it from all others."""
-    TuneFolder.open(str(path), "train.py", {})
-    return str(path), (path / "identity").read_text()
+    TuneFolder.open(str(path), "train.py", {}).close()
+    return str(path), identity_of(path)
 
 
 def test_each_trial_and_fold_has_its_own(plan: RunPlan, tmp_path: Path) -> None:

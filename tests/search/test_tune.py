@@ -217,16 +217,17 @@ def test_ctrl_c_shows_what_was_found_and_two_searches_do_not_share_a_folder(tmp_
 
 
 def test_a_failed_trial_is_reported_and_not_fatal(tmp_path: Path) -> None:
-    run = TuneRun(
-        tmp_path, QUICK, "--param x=1..3 --sampler grid --maximize score --keep 1", "--fails-above 2 --steps 1"
-    )
+    flags = "--param x=1..4 --sampler grid --maximize score --keep 1"
+    run = TuneRun(tmp_path, QUICK, flags, "--fails-above 3 --crashes-at 3 --steps 1")
     run.fine()
-    assert [(one["number"], one["end"], one["metric"]) for one in run.trials] == [
-        (1, "done", -1.0),
-        (0, "done", -4.0),
-        (2, "failed", None),
+    assert [(one["number"], one["end"], one["metric"], one["starts"]) for one in run.trials] == [
+        (1, "done", -1.0, 1),
+        (0, "done", -4.0, 1),
+        (2, "failed", None, 2),
+        (3, "failed", None, 1),
     ]
-    assert "RuntimeError: x is too large" in run.trials[2]["error"]
+    assert "was killed by SIGSEGV" in run.trials[2]["error"]
+    assert "RuntimeError: x is too large" in run.trials[3]["error"]
     assert run.err.count("RuntimeError: x is too large") == 1
     assert len(list((run.path / "top").glob("*.safetensors"))) == 1
     all_fail = TuneRun(
