@@ -1,4 +1,4 @@
-"""A trial that does next to nothing: torch is loaded, one step made, one number told."""
+"""A trial that does next to nothing: torch is loaded, one step made, one number told, one checkpoint saved."""
 
 import torch
 from torch import nn
@@ -11,3 +11,4 @@ trainer = pl.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda 
 for batch in trainer.batches(torch.ones(4, 2), 4):
     trainer.step(batch)
 trainer.report(trial.x)
+trainer.save(trial.folder / "model.safetensors")
