@@ -274,8 +274,9 @@ class TuneCommand:
         """Make the trials and report; the exit code."""
         search, code = self._search, 0
         before = len(self._folder.begun())
-        most = f"up to {search.trials} trials" if search.trials < MOST_TRIALS else "trials until the time is used up"
-        kept = f"; {before} of an earlier start are there" if before else ""
+        count = f"up to {search.trials} trials" if search.trials > 1 else "one trial"
+        most = count if search.trials < MOST_TRIALS else "trials until the time is used up"
+        kept = f"; of an earlier start there are {before}" if before else ""
         self.say(f"{most}, {search.parallel} at a time, for the {search.goal}, in {self._folder.path}{kept}")
         if self._ignored:
             self.say(self._ignored)

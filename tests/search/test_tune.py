@@ -146,7 +146,7 @@ def test_the_same_command_repeats_nothing_and_more_trials_are_added(search: Tune
     assert len(before) == 6
     assert len(more.trials) == 7
     assert all(path.read_bytes() == data for path, data in before.items())
-    assert "6 of an earlier start are there" in more.err
+    assert "of an earlier start there are 6" in more.err
     other = TuneRun(tmp_path, QUICK, FLAGS.replace("wide=1,2,3", "wide=1,2")).end()
     assert (other.code, other.err.count("\n")) == (2, 1)
     assert "folder is 'out': it holds a search with param ['x=0..6.0', 'wide=1,2,3']" in other.err
