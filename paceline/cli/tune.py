@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib.util
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -163,8 +164,8 @@ def execute(options: argparse.Namespace) -> int:
         prune=prune,
         **({"budget_s": options.budget_s} if options.budget_s is not None else {}),
     )
-    folder = TuneFolder.open(options.folder, options.script, _asked(options, search, plan))
-    with contextlib.closing(folder):
+    asked = _asked(options, search, plan)
+    with _said_if_full(), contextlib.closing(TuneFolder.open(options.folder, options.script, asked)) as folder:
         return TuneCommand(options, search, folder, not_used(plan)).run()
 
 
@@ -255,6 +256,18 @@ def _asked(options: argparse.Namespace, search: Search, plan: RunPlan) -> dict[s
         "flags": plan.flags(),
         "arguments": list(options.arguments or ()),
     }
+
+
+@contextlib.contextmanager
+def _said_if_full() -> Iterator[None]:
+    """A search needs its files: without room for them it ends, with a sentence."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        expected = "what has ended is kept; make room, and the same command goes on where it was"
+        raise LaunchError(f"the files of the search cannot be written ({error.strerror}): {expected}") from error
 
 
 # ── doing it ─────────────────────────────────────────────────────────────────────────────────────────────────

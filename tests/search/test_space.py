@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from paceline.cli import main
 from paceline.data.folds import fold_indices, split_by_fold
 from paceline.errors import InvalidInput, PacelineError
 from paceline.findings import MessageReader, MessageWriter, TrialAsked
+from paceline.search import tune_folder
 from paceline.search.goal import Goal
 from paceline.search.proposals import Proposals
 from paceline.search.script_arguments import find_arguments
@@ -112,6 +114,21 @@ def test_what_is_wrong_is_said_before_anything_starts(
     assert err.count("\n") == 1, err
     assert err.removeprefix("paceline: ").startswith(sentence)
     assert not Path("runs").exists()
+
+
+def test_a_full_disk_is_said_in_a_sentence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(tune_folder, "write_whole", full)
+    assert main(["tune", "train.py", *FINE]) == 2
+    _, err = capsys.readouterr()
+    assert err.startswith(
+        "paceline: the files of the search cannot be written (No space left on device): what has ended"
+    )
+    assert err.count("\n") == 1
 
 
 # ── the values of trial n ────────────────────────────────────────────────────────────────────────────────────────
