@@ -16,7 +16,6 @@ import xxhash
 
 from paceline.errors import InvalidInput
 
-
 UNFINISHED = ".unfinished"  # what somebody was at who was killed
 
 

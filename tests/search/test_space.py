@@ -24,7 +24,7 @@ from paceline.search.proposals import Proposals
 from paceline.search.script_arguments import find_arguments
 from paceline.search.script_text import ScriptText
 from paceline.search.space import SearchSpace
-from paceline.search.tune_folder import TrialRecord
+from paceline.search.tune_folder import TrialRecord, TuneFolder
 from paceline.trial_values import TRIAL_VARIABLE, TrialPlace, TrialValues
 
 SPACE = SearchSpace.parse(["lr=log:1e-4..1e-1", "width=64,128,256", "dropout=0..0.5", "layers=1..8", "kind=a,b"])
@@ -129,6 +129,14 @@ def test_a_full_disk_is_said_in_a_sentence(
         "paceline: the files of the search cannot be written (No space left on device): what has ended"
     )
     assert err.count("\n") == 1
+
+
+def test_a_search_that_was_killed_as_it_made_its_folder_begins_there_again(tmp_path: Path) -> None:
+    (tmp_path / "tune.json.unfinished").write_text("{")
+    TuneFolder.open(str(tmp_path), "train.py", {}).close()
+    TuneFolder.open(str(tmp_path), "train.py", {}).close()
+    with pytest.raises(InvalidInput, match="it holds a search with param None"):
+        TuneFolder.open(str(tmp_path), "train.py", {"param": 1})
 
 
 # ── the values of trial n ────────────────────────────────────────────────────────────────────────────────────────
