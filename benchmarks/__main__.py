@@ -47,6 +47,7 @@ SUITE = (
     "tiles",
     "published",
     "trials",
+    "trial_starts",
 )
 DOCS = Path(__file__).parent.parent / "docs"
 LEAST_ROUNDS = 3

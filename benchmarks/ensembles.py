@@ -172,7 +172,7 @@ def seeds(widths: Sequence[int], count: int = 10, train: int = 300, epochs: int 
             return x[part.start : part.stop], y[part.start : part.stop]
 
         validation = ValidationSet(load, len(rest), 256, accuracy, loss, "accuracy")
-        found.append(Judge(members, validation, None).judge("mean", "logits", -1, maximize=True))
+        found.append(Judge(members, validation).judge("mean", "logits", -1, maximize=True))
     return found
 
 

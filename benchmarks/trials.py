@@ -1,21 +1,18 @@
-"""Trials of hyperparameters: two at a time against one after the other, and what the search adds to a trial.
+"""Trials of hyperparameters: two at a time against one after the other.
 
-All make the same trials of `examples/trials.py`. Beside `paceline tune` there are the bare commands in sequence, plain
-`python` and `paceline run`, each a process that starts Python and imports torch; and the parallel searches of Optuna
-and of Ray Tune (`make peers`), with an objective that starts the script, as their users do. What scheduling costs is
-the time of `paceline tune --parallel 1` less that of the same `paceline run`s by themselves, divided by their number;
-Optuna and the plot, which are loaded once, are in it.
+All make the same trials of `examples/trials.py`. Beside `paceline tune` there are the parallel searches of Optuna and
+of Ray Tune (`make peers`), with an objective that starts the script, as their users do. What scheduling costs is
+measured by `trial_starts`.
 """
 
 from __future__ import annotations
 
 import shlex
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,14 +37,9 @@ class Size:
     def trials(self) -> int:
         return len(self.rates) * len(self.widths)
 
-    def arguments(self) -> list[list[str]]:
-        """Of the script, in each trial."""
-        pairs = [(rate, width) for rate in self.rates for width in self.widths]
-        return [["--epochs", str(self.epochs), "--lr", str(rate), "--width", str(width)] for rate, width in pairs]
-
 
 SIZES = {
-    "full": Size(RATES, WIDTHS, epochs=10),
+    "full": Size(RATES, WIDTHS, epochs=6),
     "quick": Size(RATES[:2], WIDTHS[:2], epochs=3),
     "tiny": Size(RATES[:2], WIDTHS[:1], epochs=1),
 }
@@ -56,13 +48,11 @@ SIZES = {
 def run(setting: Setting) -> Result:
     size = SIZES[setting.scale]
     one, two = (f"paceline tune --parallel {count}" for count in (1, 2))
-    runs, bare, optuna = "paceline run, in sequence", "python, in sequence", "Optuna, n_jobs=2, starting the script"
+    optuna = "Optuna, n_jobs=2, starting the script"
     ray = "Ray Tune, 2 CPUs, starting the script"
     contestants: dict[str, Callable[[], float]] = {
         one: partial(_tune, size, 1),
         two: partial(_tune, size, 2),
-        runs: partial(_in_sequence, size, ["-m", "paceline", "run", "--quiet", EXAMPLE, "--"]),
-        bare: partial(_in_sequence, size, [EXAMPLE]),
         optuna: partial(_optuna, size),
     }
     peer, missing = PEERS["Ray Tune"], ()
@@ -71,13 +61,6 @@ def run(setting: Setting) -> Result:
     else:
         missing = ("Ray Tune is not installed: make peers.",)
     series = time_in_turns(contestants, setting, "s")
-    both = zip(series[one].rounds, series[runs].rounds, strict=True)
-    overhead_ms = statistics.median(1000 * (tune - alone) / size.trials for tune, alone in both)
-    note = (
-        f"Scheduling costs {overhead_ms:.0f} ms a trial (wanted: at most 20) beyond the same `paceline run`, what is "
-        "loaded once included."
-    )
-    setting.say(note)
     return Result(
         title=f"{TITLE}: {size.trials} of them",
         series=tuple(series.values()),
@@ -87,7 +70,6 @@ def run(setting: Setting) -> Result:
                 rounds=per_round(series[two], series[one]),
                 at_most=0.6,
             ),
-            Claim(text="paceline tune over bare python in sequence", rounds=per_round(series[one], series[bare])),
             Claim(text="paceline tune over Optuna, two at a time", rounds=per_round(series[two], series[optuna])),
             *(
                 Claim(text=f"paceline tune over {name}, two at a time", rounds=per_round(series[two], series[which]))
@@ -95,20 +77,21 @@ def run(setting: Setting) -> Result:
                 if which in series
             ),
         ),
-        notes=(note, *missing),
+        notes=missing,
     )
 
 
-def _timed(act: Callable[[Path], None]) -> float:
+def timed(act: Callable[[Path], None]) -> float:
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         began = time.monotonic()
         act(Path(folder))
         return time.monotonic() - began
 
 
-def _finish(command: Sequence[str], folder: Path) -> str:
+def finish(command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None) -> str:
     """Run it to its end, which is noticed at once; what it printed."""
-    done = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True, check=False)
+    words = [sys.executable, *command]
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise Failed(f"{shlex.join(command)} ended with code {done.returncode}:\n{done.stderr[-1000:]}")
     return done.stdout
@@ -119,17 +102,9 @@ def _tune(size: Size, parallel: int) -> float:
         rates, widths = (",".join(map(str, values)) for values in (size.rates, size.widths))
         flags = ["--param", f"lr={rates}", "--param", f"width={widths}", "--sampler", "grid", "--maximize", "accuracy"]
         flags += ["--parallel", str(parallel), "--folder", str(folder / "out"), "--json"]
-        _finish(["-m", "paceline", "tune", EXAMPLE, *flags, "--", "--epochs", str(size.epochs)], folder)
+        finish(["-m", "paceline", "tune", EXAMPLE, *flags, "--", "--epochs", str(size.epochs)], folder)
 
-    return _timed(search)
-
-
-def _in_sequence(size: Size, command: Sequence[str]) -> float:
-    def all_of_them(folder: Path) -> None:
-        for arguments in size.arguments():
-            _finish([*command, *arguments], folder)
-
-    return _timed(all_of_them)
+    return timed(search)
 
 
 def _ray(size: Size) -> float:
@@ -142,7 +117,7 @@ def _ray(size: Size) -> float:
         if done.returncode:
             raise Failed(f"{shlex.join(command)} ended with code {done.returncode}:\n{done.stderr[-1000:]}")
 
-    return _timed(search)
+    return timed(search)
 
 
 def _optuna(size: Size) -> float:
@@ -157,8 +132,8 @@ def _optuna(size: Size) -> float:
         def objective(trial: optuna.Trial) -> float:
             rate, width = (trial.suggest_categorical(name, values) for name, values in grid.items())
             arguments = ["--epochs", str(size.epochs), "--lr", str(rate), "--width", str(width)]
-            return float(_finish([EXAMPLE, *arguments], folder).split()[1])
+            return float(finish([EXAMPLE, *arguments], folder).split()[1])
 
         study.optimize(objective, n_trials=size.trials, n_jobs=2)
 
-    return _timed(search)
+    return timed(search)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from functools import cache
 from pathlib import Path
 
 from paceline.errors import LaunchError
@@ -23,6 +24,14 @@ def free_memory() -> int:
     except (OSError, ValueError):
         pass  # no control group, or one of another version: the machine's own figure stands
     return free
+
+
+@cache
+def installed_version(package: str) -> str:
+    """The version of a package, without importing it. Looking it up takes some milliseconds, once."""
+    from importlib.metadata import version
+
+    return version(package)
 
 
 def machine_identity() -> str:

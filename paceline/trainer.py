@@ -254,8 +254,6 @@ class Trainer:
         (256, or that of a DataLoader). `workers` processes load them.
         """
         self._check_deadline("an evaluation")
-        if self._place.strategy.on_servers:
-            refuse_deadline("an evaluation that replicas of servers make together", "use trainer.predict")
         asked = settle_data(DataSettings(dataset, batch_size, collate=collate, workers=workers))
         if name is not None:
             check_name("name of the evaluation", name)
@@ -267,7 +265,7 @@ class Trainer:
         with self._open_feed(asked) as feed:
             evaluation = self._evaluation(feed, metric, at_once)
             self._loop.engine.rest()
-            if shortest() is not None and self._place.world == 1:
+            if shortest() is not None and self._place.world == 1 and not self._place.strategy.on_servers:
                 self._sum_up_in_time(evaluation)
             self._calls.settle()
             with evaluating(self.model), torch.no_grad():

@@ -199,7 +199,7 @@ def test_replicas_give_a_step_up_all_together_and_name_the_late_one(start: Start
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--servers 1", "calls of replicas with servers"),
+        ("--replicas 2 --servers 1 --in-graph", "calls of replicas that are threads"),
         ("--stages 2", "calls of a model that is cut"),
         ("--replicas 2 --on-failure restart", "calls that a replica may join"),
         ("--replicas 2 --exchange collective", "calls of replicas that use collectives"),

@@ -139,7 +139,8 @@ def _run(request: JudgeRequest) -> dict[str, Any]:
         outcome = run_alone(["-m", "paceline.ensemble.script_members", str(asked), str(result)], place)
         found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
     if "refused" in found:
-        raise LaunchError(found["refused"])
+        words = outcome.stderr.strip().splitlines() if found["script_ended"] else ()
+        raise LaunchError(f"{found['refused']}{f': {words[-1]}' if words else ''}")
     sys.stderr.write(outcome.stderr)
     if not found:
         raise LaunchError(f"{request.script} ended with exit code {outcome.returncode} before it was judged")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
 import os
 import platform
 import shlex
@@ -41,7 +40,7 @@ from paceline.launch.outcome import RunOutcome
 from paceline.launch.signals import signals_as_bytes
 from paceline.launch.supervisor import Supervisor
 from paceline.launch.with_parent import PARENT_VARIABLE, die_with_parent
-from paceline.machine import shared_words_work
+from paceline.machine import installed_version, shared_words_work
 from paceline.net.secure import write_token
 from paceline.plan.after_run import SideBySide, compare_with_prediction
 from paceline.run_place import INTERRUPTED
@@ -348,7 +347,7 @@ def _config(plan: RunPlan, replicas: int) -> dict[str, object]:
         },
         "versions": {
             "python": platform.python_version(),
-            **{package: importlib.metadata.version(package) for package in ("torch", "paceline")},
+            **{package: installed_version(package) for package in ("torch", "paceline")},
         },
         "machine": {"name": platform.node(), "system": platform.platform(), "cores": allowed_cores()},
         "cores_by_replica": [share_of_cores(row, replicas, allowed_cores()) for row in range(replicas)],

@@ -258,10 +258,7 @@ class RunPlan:
 
 def _check_operation_timeout(limit_s: float, strategy: Strategy, hosts: int, on_failure: str) -> None:
     """Refuse a limit of calls that cannot be given up without leaving something half done."""
-    why = limited(strategy, hosts, restarts=on_failure == "restart")
-    if strategy.on_servers:
-        why = "of replicas with servers, whose evaluations are divided among whoever comes,"
-    if why is not None:
+    if (why := limited(strategy, hosts, restarts=on_failure == "restart")) is not None:
         raise StrategyError("operation-timeout", limit_s, f"calls {why} cannot be given up halfway, leave it out")
 
 

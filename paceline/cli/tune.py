@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib.util
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,17 +43,18 @@ from paceline.search.leaderboard import as_markdown, shown
 from paceline.search.plot import load_drawing, plot
 from paceline.search.proposals import SAMPLERS, SamplerName
 from paceline.search.script_arguments import ScriptArguments, find_arguments
+from paceline.search.script_text import ScriptText
 from paceline.search.space import SearchSpace
 from paceline.search.study_journal import PRUNERS, PrunerName
 from paceline.search.table import draw
 from paceline.search.top import TOP, keep_best
-from paceline.search.tune_folder import JOURNAL, TrialRecord, TuneFolder
+from paceline.search.tune_folder import JOURNAL, TrialRecord, TuneFolder, identity_of
 from paceline.search.tuner import Search, Tuner
 from paceline.strategy import one_of
 from paceline.trial_values import TrialPlace
 from paceline.watch.display import clock
 from paceline.watch.kept_folder import script_digest
-from paceline.watch.target import read_time
+from paceline.watch.target import never_told, read_time
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -141,6 +143,8 @@ def execute(options: argparse.Namespace) -> int:
     arguments = find_arguments(
         options.script, given, space.names, module=options.module, folds=options.folds is not None
     )
+    if not options.module and (told := ScriptText(options.script).never_tells(goal.metric)) is not None:
+        raise LaunchError(never_told(goal.metric, told, f"by {goal.flag}"))
     plan = _plan(options)
     if options.parallel > (runs := trials * (options.folds or 1)):
         raise StrategyError("parallel", options.parallel, f"there are {runs} runs to make, give at most that")
@@ -160,8 +164,9 @@ def execute(options: argparse.Namespace) -> int:
         prune=prune,
         **({"budget_s": options.budget_s} if options.budget_s is not None else {}),
     )
-    folder = TuneFolder.open(options.folder, options.script, _asked(options, search, plan))
-    return TuneCommand(options, search, folder, not_used(plan)).run()
+    asked = _asked(options, search, plan)
+    with _said_if_full(), contextlib.closing(TuneFolder.open(options.folder, options.script, asked)) as folder:
+        return TuneCommand(options, search, folder, not_used(plan)).run()
 
 
 # ── what was typed ───────────────────────────────────────────────────────────────────────────────────────────
@@ -219,8 +224,10 @@ def trial_command(plan: RunPlan, arguments: ScriptArguments, trial: TrialPlace) 
 
 def _container(trial: TrialPlace) -> str:
     """Its own on joined servers, the same whenever it is started again: the search's name and the trial's."""
-    parts = Path(trial.folder).parts
-    return "-".join(parts[-2 if trial.fold is None else -3 :])[-MOST_NAME:].lstrip(".")
+    folder = Path(trial.folder)
+    search = folder.parent if trial.fold is None else folder.parent.parent
+    name = "-".join([search.name, identity_of(search), *folder.relative_to(search).parts])
+    return name[-MOST_NAME:].lstrip(".")
 
 
 def _check_machine(options: argparse.Namespace, plan: RunPlan) -> None:
@@ -251,6 +258,18 @@ def _asked(options: argparse.Namespace, search: Search, plan: RunPlan) -> dict[s
     }
 
 
+@contextlib.contextmanager
+def _said_if_full() -> Iterator[None]:
+    """A search needs its files: without room for them it ends, with a sentence."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        expected = "what has ended is kept; make room, and the same command goes on where it was"
+        raise LaunchError(f"the files of the search cannot be written ({error.strerror}): {expected}") from error
+
+
 # ── doing it ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -268,8 +287,9 @@ class TuneCommand:
         """Make the trials and report; the exit code."""
         search, code = self._search, 0
         before = len(self._folder.begun())
-        most = f"up to {search.trials} trials" if search.trials < MOST_TRIALS else "trials until the time is used up"
-        kept = f"; {before} of an earlier start are there" if before else ""
+        count = f"up to {search.trials} trials" if search.trials > 1 else "one trial"
+        most = count if search.trials < MOST_TRIALS else "trials until the time is used up"
+        kept = f"; of an earlier start there are {before}" if before else ""
         self.say(f"{most}, {search.parallel} at a time, for the {search.goal}, in {self._folder.path}{kept}")
         if self._ignored:
             self.say(self._ignored)

@@ -22,7 +22,7 @@ from paceline.checkpoint_note import CheckpointNote, note_beside
 from paceline.combining import Kind
 from paceline.errors import CheckpointError, DataError, ModelError, PacelineError
 from paceline.launch.quick_start import load_compiler_late
-from paceline.launch.reached_script import ReachedScript
+from paceline.launch.reached_script import ReachedScript, ScriptEnded
 from paceline.launch.resting_collector import rest_while_loading
 from paceline.run_place import find_place
 
@@ -60,6 +60,7 @@ class JudgingRefused(msgspec.Struct, frozen=True):
     """A sentence about what is wrong, in the place of a result."""
 
     refused: str
+    script_ended: bool = False
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         found: msgspec.Struct = _judged(request)
     except PacelineError as error:
-        found = JudgingRefused(str(error))
+        found = JudgingRefused(str(error), isinstance(error, ScriptEnded))
     except Exception:
         traceback.print_exc()
         return 1

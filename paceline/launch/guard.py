@@ -76,6 +76,7 @@ class Guard:
         self._end_adopted(f"{self._run}/" if self._not_ours else "")
         assert self._process.stdin is not None
         self._process.stdin.close()
+        self._process.kill()  # nothing is left to do for it, and it may not even have begun
         self._process.wait()
         self._prctl(_PR_SET_CHILD_SUBREAPER, self._adopted_before.value, 0, 0, 0)
 

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from paceline.loop.reached import EvaluationReached
 
 
+class ScriptEnded(LaunchError):
+    """It has ended by itself, before it came as far; what it said last, on stderr, may tell why."""
+
+
 class ReachedScript(msgspec.Struct, frozen=True, kw_only=True):
     """A script that is to be run as far as it evaluates; `metric`: the one that is wanted."""
 
@@ -47,7 +51,7 @@ class ReachedScript(msgspec.Struct, frozen=True, kw_only=True):
             return reached
         except SystemExit as end:
             if end.code:
-                raise LaunchError(
+                raise ScriptEnded(
                     f"{with_flags} ended with exit code {end.code} before it evaluated anything"
                 ) from None
         finally:

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import signal
-import subprocess
-import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from paceline.launch.outcome import RunOutcome
-from paceline.launch.with_parent import PARENT_VARIABLE
+from paceline.launch.run_template import RunTemplate
 
 END_WITHIN_S = 20.0
 MOST_LAST_LINES = 8
@@ -33,51 +30,37 @@ class StartedRun:
         arguments: Sequence[str],
         output: Path,
         *,
+        template: RunTemplate | None = None,
         cores: Collection[int] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`arguments`: of `paceline`. `cores`: the only ones that it may use, if any are named."""
-        with output.open("wb") as log, _on(cores):
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "paceline", *arguments],
-                env={**os.environ, **(environment or {}), PARENT_VARIABLE: str(os.getpid())},
-                start_new_session=True,  # a Ctrl-C is for this process, which then ends that one
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
-        self.pid = self._process.pid
+        """`arguments`: of `paceline`. `template`: of whoever starts many. `cores`: all it may use, if any are named."""
+        self._own = template is None
+        self._template = template or RunTemplate()
+        with output.open("wb") as log:
+            self._process = self._template.start(arguments, log.fileno(), cores=cores, environment=environment or {})
 
-    def wait(self, seconds: float) -> int | None:
+    def fileno(self) -> int:
+        """Returns a descriptor that is readable when it has ended, until `wait` has said so."""
+        return self._process.ended
+
+    def wait(self, seconds: float | None = None) -> int | None:
         """Returns its exit code if it ends within that time."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process.wait(seconds)
-        return None
+        code = self._process.wait(seconds)
+        if code is not None and self._own:
+            self._template.close()
+        return code
 
     def stop(self) -> None:
         """Ask it to end after the step it is at, as Ctrl-C does."""
-        self._process.send_signal(signal.SIGINT)
+        self._process.send(signal.SIGINT)
 
     def end(self) -> None:
         """End all of it at once, and return when it is gone."""
-        self._process.send_signal(signal.SIGQUIT)
+        self._process.send(signal.SIGQUIT)
         if self.wait(END_WITHIN_S) is None:
-            self._process.kill()
-            self._process.wait()
-
-
-@contextlib.contextmanager
-def _on(cores: Collection[int]) -> Iterator[None]:
-    """Whatever is started inside may use these cores only."""
-    if not cores:
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
+            self._process.send(signal.SIGKILL)
+            self.wait()
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

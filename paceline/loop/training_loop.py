@@ -89,6 +89,7 @@ class TrainingLoop:
         self._call: ScriptCall | None = None  # the last of `batches`
         self._call_of_others: ScriptCall | None = None  # the same, when this process joined them
         self._saves = 0  # that the script has asked for
+        self._has_saved = False  # and one of them has come to its end
         self.logged: dict[str, float] = {}  # in the last step, by the loss beside itself
         self._resumed: tuple[RunState, dict[str, torch.Tensor]] | None = None  # until the script has caught up with it
         engine.state_for_joining = self._state_for_joining
@@ -339,6 +340,7 @@ class TrainingLoop:
         if not self._position.script_is_behind:
             self.engine.rest()
             self.engine.once(self._saves, lambda: self._save(path, keep))
+        self._has_saved = True
 
     def _save(self, path: str | os.PathLike[str], keep: int) -> None:
         self._write(path, keep)
@@ -354,7 +356,7 @@ class TrainingLoop:
 
     def _keep(self, path: Path) -> None:
         """Saves what the script has forgotten to save; the one in charge does, for all."""
-        if not self._saves and self.engine.in_charge:
+        if not self._has_saved and self.engine.in_charge:
             self._write(path, keep=1)
 
     def resume(self, path: str | os.PathLike[str], fall_back: bool) -> bool:

@@ -15,12 +15,15 @@ import os
 import platform
 import time
 from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import msgspec
 
 from paceline.cache_folder import CACHE, cache_folder
 from paceline.errors import InvalidInput
+from paceline.machine import installed_version
 from paceline.profile.values import Timing
 
 FILE = "calibration.json"
@@ -95,6 +98,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
         return f"{used}: do it again when it is quiet"
 
 
+@cache
 def fingerprint() -> str:
     """Names a machine by what makes its speed: processor, cores, memory, torch.
 
@@ -109,11 +113,8 @@ def fingerprint() -> str:
                 break
     except OSError:
         pass
-    # A version is looked up by name: importing torch would take longer than everything else here.
-    from importlib.metadata import PackageNotFoundError, version
-
     try:
-        torch = version("torch").partition("+")[0]
+        torch = installed_version("torch").partition("+")[0]
     except PackageNotFoundError:
         torch = "none"
     # All cores there are: a process on an emulated host may use some of them, and is on the same machine.

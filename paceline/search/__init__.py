@@ -1,7 +1,7 @@
 """The same training with other hyperparameters, many times: which are best?
 
 - `space`: what can be typed as a parameter, and the values it may take
-- `script_arguments`: how a script is given its values
+- `script_arguments`: how a script is given its values; `script_text`: what is known of it before it is started
 - `goal`: the metric, and which way it is better
 - `proposals`: the values of trial number n
 - `study_journal`: trials as Optuna sees them, for its dashboard and its pruners

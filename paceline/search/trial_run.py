@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
+import signal
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -17,11 +17,13 @@ from typing import Any
 
 import msgspec
 
+from paceline.launch.run_template import RunTemplate
 from paceline.launch.started_run import StartedRun, last_words
 from paceline.trial_values import TRIAL_VARIABLE, TrialPlace
 from paceline.watch.run_folder import EVENTS
 
 KILLED_FROM = 128  # exit codes above it are signals
+CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}  # that a process gives itself
 
 
 class RunEvents:
@@ -90,23 +92,22 @@ class TrialRun:
 
     # ── a start ──────────────────────────────────────────────────────────────────────────────────────────
 
-    def start(self, command: Sequence[str], cores: Collection[int]) -> int:
-        """Start it, once more; a descriptor that is readable when it has ended. `command`: of `paceline run`, without
-        its run folder."""
+    def start(self, command: Sequence[str], cores: Collection[int], template: RunTemplate) -> None:
+        """Start it, once more. `command`: of `paceline run`, without its run folder."""
         number = self.starts + 1
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self._run_folder(number)
         path.mkdir()  # before the process: this start is counted whatever becomes of it
         flags = [command[0], "--run-folder", str(path), "--quiet", *command[1:]]
         environment = {TRIAL_VARIABLE: msgspec.json.encode(self.place).decode()}
-        self._started = StartedRun(flags, path.with_suffix(".out"), cores=cores, environment=environment)
+        output = path.with_suffix(".out")
+        self._started = StartedRun(flags, output, template=template, cores=cores, environment=environment)
         self._read_from(number)
-        self._pidfd = os.pidfd_open(self._started.pid)
-        return self._pidfd
 
-    @property
-    def pidfd(self) -> int:
-        return self._pidfd
+    def fileno(self) -> int:
+        """A descriptor that is readable when it has ended, between `start` and `ended`."""
+        assert self._started is not None
+        return self._started.fileno()
 
     def ended(self) -> int:
         """After its end: the exit code."""
@@ -114,7 +115,6 @@ class TrialRun:
         code = self._started.wait(10.0)
         assert code is not None
         self._started = None
-        os.close(self._pidfd)
         self.look()
         self.kills += was_killed(code)
         return code
@@ -130,7 +130,6 @@ class TrialRun:
         if self._started is not None:
             self._started.end()
             self._started = None
-            os.close(self._pidfd)
 
     @property
     def last_words(self) -> str:
@@ -158,6 +157,15 @@ class TrialRun:
             self._living.discard(event["replica"])
             self._codes += [event["code"]] if "code" in event else []
         self.steps = max(self.steps, event.get("step") or event.get("steps") or 0)
+
+
+def has_crashed(code: int) -> bool:
+    """Whether that exit code says that the script itself has brought its process down, and is likely to do so again.
+
+    >>> has_crashed(139), has_crashed(137), has_crashed(1)
+    (True, False, False)
+    """
+    return was_killed(code) and abs(code) % KILLED_FROM in CRASHES
 
 
 def was_killed(code: int) -> bool:

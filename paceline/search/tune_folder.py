@@ -2,6 +2,7 @@
 
 runs/train-tune-5f3a9c01/       the same command has the same folder
   tune.json                     what was asked for
+  identity                      some letters that no other search has, for what it names elsewhere
   trial-0007/                   `pl.trial().folder`: what the script writes there, its checkpoint above all
     values.json                 its parameters
     run-1/, run-1.out           the run folder, and what the run printed; run-2 after a kill
@@ -17,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fcntl
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, TypeVar
@@ -37,6 +39,7 @@ ASKED = "tune.json"
 VALUES = "values.json"
 RESULT = "result.json"
 CLOCK = "clock.json"
+IDENTITY = "identity"
 LOCK = "in-use"
 JOURNAL = "optuna.journal"
 
@@ -101,7 +104,13 @@ class TuneFolder:
         except BlockingIOError as error:
             lock.close()
             raise InvalidInput("folder", str(path), "another paceline tune is at work in it, wait or end it") from error
+        if not (path / IDENTITY).exists():
+            write_whole(path / IDENTITY, secrets.token_hex(4).encode())
         return cls(path, lock)
+
+    def close(self) -> None:
+        """Let another search have it."""
+        self._lock.close()
 
     def trial_folder(self, number: int) -> Path:
         return self.path / f"trial-{number:04}"
@@ -143,6 +152,11 @@ class TuneFolder:
 
 def _read(path: Path, kind: type[Kept]) -> Kept | None:
     return msgspec.json.decode(path.read_bytes(), type=kind) if path.exists() else None
+
+
+def identity_of(folder: Path) -> str:
+    """What tells this search from all others, also from one that was in a folder of this name before."""
+    return (folder / IDENTITY).read_text().strip()
 
 
 def _named_after(script: str, asked: Mapping[str, Any]) -> Path:

@@ -16,11 +16,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 
 from paceline.checkpoint_note import CheckpointNote
 from paceline.errors import LaunchError
 from paceline.launch.cores import allowed_cores, share_of_cores
+from paceline.launch.run_template import RunTemplate
 from paceline.search.goal import Goal
 from paceline.search.leaderboard import RunningTrial, ranked
 from paceline.search.proposals import Proposals, SamplerName
@@ -28,7 +29,7 @@ from paceline.search.script_arguments import ScriptArguments
 from paceline.search.space import SearchSpace
 from paceline.search.study_journal import PrunerName, StudyJournal
 from paceline.search.top import checkpoint_in
-from paceline.search.trial_run import TrialRun, was_killed
+from paceline.search.trial_run import TrialRun, has_crashed, was_killed
 from paceline.search.tune_folder import TrialEnd, TrialRecord, TuneFolder
 from paceline.trial_values import FOLD, TrialPlace, Value
 
@@ -36,6 +37,7 @@ LOOK_EVERY_S = 0.1
 CLOCK_EVERY_S = 1.0
 MOST_REPORTS = 1000  # of one trial, to the journal
 REFUSED_ARGUMENTS = 2  # exit code of argparse
+CRASHES_AGAIN = 1  # how often a run is started again that has brought itself down
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class Tuner:
         self._waiting: deque[tuple[TrialInHand, TrialRun]] = deque()
         self._slots: dict[TrialRun, int] = {}  # of those that run
         self._owner: dict[TrialRun, TrialInHand] = {}
+        self._template = RunTemplate()
         self._selector = selectors.DefaultSelector()
         self._began_at, self._seconds_before = time.monotonic(), folder.seconds
         self._clock_written_at = 0.0
@@ -134,11 +137,12 @@ class Tuner:
                 if not self._slots:
                     return
                 for key, _ in self._selector.select(LOOK_EVERY_S):
-                    self._on_end(key.data)
+                    self._on_end(cast(TrialRun, key.fileobj))
                 self._look()
         finally:
             for run in list(self._slots):
                 run.end()
+            self._template.close()
             self._selector.close()
             self._folder.seconds = self.seconds
 
@@ -188,7 +192,8 @@ class Tuner:
             slot = min(set(range(self._search.parallel)) - set(self._slots.values()))
             cores = share_of_cores(slot, self._search.parallel, allowed_cores())
             self._slots[run] = slot
-            self._selector.register(run.start(self._search.command(run.place), cores), selectors.EVENT_READ, run)
+            run.start(self._search.command(run.place), cores, self._template)
+            self._selector.register(run, selectors.EVENT_READ)
 
     def _begin_next(self) -> bool:
         """Begin a new trial, if there is one and what it needs is known."""
@@ -237,7 +242,7 @@ class Tuner:
 
     def _on_end(self, run: TrialRun) -> None:
         trial = self._owner[run]
-        self._selector.unregister(run.pidfd)
+        self._selector.unregister(run)
         del self._slots[run]
         code = run.ended()
         if code == 0 or run.is_over:
@@ -247,7 +252,7 @@ class Tuner:
         elif run.asked_to_stop and was_killed(code):
             self._report(trial, run)
             self._end(trial, "pruned")
-        elif was_killed(code) and run.kills <= self._search.max_restarts:
+        elif was_killed(code) and run.kills <= (CRASHES_AGAIN if has_crashed(code) else self._search.max_restarts):
             self._watcher.say(f"trial {trial.number} was killed and is started again")
             self._waiting.appendleft((trial, run))
         else:

@@ -16,6 +16,8 @@ import xxhash
 
 from paceline.errors import InvalidInput
 
+UNFINISHED = ".unfinished"  # what somebody was at who was killed
+
 
 def open_kept(path: Path, file: str, what: str, asked: Mapping[str, Any]) -> None:
     """Make the folder, or find that the same was asked for in it. `what`: it holds, in words; `file`: says so."""
@@ -23,7 +25,7 @@ def open_kept(path: Path, file: str, what: str, asked: Mapping[str, Any]) -> Non
         path.mkdir(parents=True, exist_ok=True)
         if (path / file).exists():
             _check_same(path, file, what, asked)
-        elif any(path.iterdir()):
+        elif any(not found.name.endswith(UNFINISHED) for found in path.iterdir()):
             raise InvalidInput("folder", str(path), "it holds something else, give a new folder")
         else:
             write_whole(path / file, msgspec.json.format(msgspec.json.encode(asked)))
@@ -42,7 +44,7 @@ def _check_same(path: Path, file: str, what: str, asked: Mapping[str, Any]) -> N
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file whole or not at all."""
-    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished = path.with_name(f"{path.name}{UNFINISHED}")
     unfinished.write_bytes(data + b"\n")
     os.replace(unfinished, path)
 

@@ -972,6 +972,21 @@ def test_a_task_over_other_data_is_refused() -> None:
         chief.ask_task(1, EVALUATE, 9)
 
 
+def test_a_part_that_was_given_back_is_done_by_another_and_no_other_task_is_touched() -> None:
+    chief, save = Chief(Sync(), 2), OnceTask(1)
+    first, second = (chief.ask_task(replica, EVALUATE, 10) for replica in range(2))
+    assert isinstance(first, tuple)
+    assert isinstance(second, tuple)
+    saving = chief.ask_task(0, save, 1)
+    chief.tasks.leave(0, EVALUATE)
+    chief.tasks.finish(0, EVALUATE, first[0], [1.0])  # it comes too late
+    chief.tasks.finish(1, EVALUATE, second[0], [2.0])
+    assert chief.ask_task(1, EVALUATE, 10) == first
+    chief.tasks.finish(1, EVALUATE, first[0], [4.0])
+    assert chief.ask_task(0, EVALUATE, 10) == [6.0]
+    assert chief.ask_task(0, save, 1) == saving
+
+
 # -------------------------------------------------------------------------------- auto
 
 

@@ -22,6 +22,7 @@ import paceline as pl
 from paceline.central.client.reader import Reader
 from paceline.central.server.server import Server
 from paceline.errors import PacelineError
+from paceline.optim.models import evaluating
 from paceline.rules import Async, Rule, Sync
 from paceline.run_place import PLACE_VARIABLE, Place, ServersPlace
 from paceline.strategy import Centralized
@@ -305,6 +306,28 @@ def test_a_step_that_is_late_gives_its_ticket_back(servers: Servers) -> None:
         assert trainer.steps == 6
         for key, value in trainer.model.state_dict().items():
             assert torch.equal(value, expected[key]), key
+
+
+def test_an_evaluation_that_is_late_is_given_back_and_can_be_made_again(servers: Servers) -> None:
+    with training(servers, "late-evaluation", replicas=2, rule=Async()) as trainer:
+        trainer.step(next(trainer.batches(DATA, 8, epochs=1)))
+        slow = True
+
+        def metric(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            out = model(x)
+            if slow:
+                time.sleep(2.2)
+            return out.square().mean()
+
+        with pl.deadline(2.0), pytest.raises(pl.DeadlineExceeded, match=r"replica 0 was not done within 2 s"):
+            trainer.evaluate(DATA, metric, batch_size=6, name="value")
+        assert trainer.model.training
+        slow = False
+        found = trainer.evaluate(DATA, metric, batch_size=6, name="value")
+        with pl.deadline(60.0):
+            assert trainer.evaluate(DATA, metric, batch_size=6) == found
+        with torch.no_grad(), evaluating(trainer.model):
+            assert found == pytest.approx(metric(trainer.model, DATA).item())
 
 
 def test_trainings_in_two_containers_do_not_meet(servers: Servers) -> None:

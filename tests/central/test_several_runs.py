@@ -171,6 +171,20 @@ def test_an_async_run_is_refused_where_a_sync_one_trains(servers: Servers) -> No
         pass
 
 
+def test_a_replica_that_comes_back_to_books_that_are_gone_is_told(servers: Servers) -> None:
+    """It would make its whole training once more, on top of what it has made."""
+    with training(servers, "gone", rule=Async()) as trainer:
+        trainer.step(next(trainer.batches(DATA, 8, epochs=1)))
+    gone(servers, "gone")
+    with training(servers, "gone", run="second", rule=Async()) as other:
+        other.step(next(other.batches(DATA, 8, epochs=1)))
+        with (
+            pytest.raises(PacelineError, match="has let this run go: none of its replicas was there when another came"),
+            training(servers, "gone", run="first", rule=Async()),
+        ):
+            pass
+
+
 # ── after a kill ─────────────────────────────────────────────────────────────────────────────────────────────
 
 

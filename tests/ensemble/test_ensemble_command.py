@@ -177,3 +177,6 @@ def test_what_only_the_script_can_tell(
     shutil.copy("m1.safetensors", "other.safetensors")
     Path("other.json").write_text('{"arguments": ["--samples", "80"]}')
     assert "that of the first member is another" in refused(capsys, "m0.safetensors", "other.safetensors", *script)
+    assert refused(capsys, "m0.safetensors", "m1.safetensors", *script, "--", "--wide").startswith(
+        "train.py --wide ended with exit code 2 before it evaluated anything: train.py: error: "
+    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.ensembles import killed, late
+import pytest
+
+from benchmarks.ensembles import killed, late, print_seeds, seeds
 
 
 def test_two_of_three_answer_while_the_third_sleeps() -> None:
@@ -18,3 +20,11 @@ def test_members_killed_under_load_come_back() -> None:
     assert len(away) >= 1
     assert set(load.members) <= {2, 3}
     assert sum(load.members.values()) == 40
+
+
+def test_the_table_over_seeds_is_made(capsys: pytest.CaptureFixture[str]) -> None:
+    print_seeds(seeds((8, 8), count=2, epochs=2))
+    heading, *rows, verdict = capsys.readouterr().out.splitlines()
+    assert heading.split()[0] == "seed"
+    assert [row.split()[0] for row in rows] == ["0", "1"]
+    assert "over all seeds" in verdict

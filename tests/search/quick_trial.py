@@ -6,6 +6,7 @@ score = -(x - 3)^2 + wide / 10, told after each of its steps a bit nearer to tha
 
 import argparse
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -27,6 +28,7 @@ def main() -> None:
     parser.add_argument("--wait-for-stop", type=float, default=0.0, help="seconds, after the first step, unless x is 3")
     parser.add_argument("--holds", type=int, default=-1, help="the trial that waits after its first step to be killed")
     parser.add_argument("--fails-above", type=float, default=1e9)
+    parser.add_argument("--crashes-at", type=float, default=1e9)
     options = parser.parse_args()
 
     trial = pl.trial(wide=0)
@@ -40,6 +42,8 @@ def main() -> None:
         time.sleep(options.pause)
         if options.x > options.fails_above:
             raise RuntimeError("x is too large")
+        if options.x == options.crashes_at:
+            os.kill(os.getpid(), signal.SIGSEGV)
         score = (-((options.x - 3) ** 2) + trial.wide / 10) * options.steps / step
         finding = Finding(
             f"log/{step}", "any", time.time(), time.monotonic(), step, step, {"score": score, "step": step}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,19 +16,22 @@ from torch.utils.data import TensorDataset
 import paceline as pl
 from paceline.cli import main
 from paceline.data.folds import fold_indices, split_by_fold
-from paceline.errors import PacelineError
+from paceline.errors import InvalidInput, PacelineError
 from paceline.findings import MessageReader, MessageWriter, TrialAsked
+from paceline.search import tune_folder
 from paceline.search.goal import Goal
 from paceline.search.proposals import Proposals
 from paceline.search.script_arguments import find_arguments
+from paceline.search.script_text import ScriptText
 from paceline.search.space import SearchSpace
-from paceline.search.tune_folder import TrialRecord
+from paceline.search.tune_folder import TrialRecord, TuneFolder
 from paceline.trial_values import TRIAL_VARIABLE, TrialPlace, TrialValues
 
 SPACE = SearchSpace.parse(["lr=log:1e-4..1e-1", "width=64,128,256", "dropout=0..0.5", "layers=1..8", "kind=a,b"])
 GOAL = Goal("accuracy", maximize=True)
 SCRIPT = """
 import argparse
+trainer.report(0.5)
 parser = argparse.ArgumentParser()
 parser.add_argument("--lr", type=float)
 parser.add_argument("--batch-size", type=int)
@@ -45,6 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 FINE = ("--param", "lr=0..1", "--maximize", "accuracy")
 SENTENCES = {
     ("--maximize", "accuracy"): "param is None: say what to try",
+    ("--param", "lr=0..1", "--param", "depth=1,2", "--maximize", "a"): "param is 'depth': train.py does not take it: ",
     ("--param", "lr", "--maximize", "a"): "param is 'lr': give a name, = and what to try",
     ("--param", "lr=3..1", "--maximize", "a"): "param is 'lr=3..1': this range is empty, give a lower end below 1",
     ("--param", "lr=1..1", "--maximize", "a"): "param is 'lr=1..1': this range is empty",
@@ -110,6 +116,29 @@ def test_what_is_wrong_is_said_before_anything_starts(
     assert not Path("runs").exists()
 
 
+def test_a_full_disk_is_said_in_a_sentence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(tune_folder, "write_whole", full)
+    assert main(["tune", "train.py", *FINE]) == 2
+    _, err = capsys.readouterr()
+    assert err.startswith(
+        "paceline: the files of the search cannot be written (No space left on device): what has ended"
+    )
+    assert err.count("\n") == 1
+
+
+def test_a_search_that_was_killed_as_it_made_its_folder_begins_there_again(tmp_path: Path) -> None:
+    (tmp_path / "tune.json.unfinished").write_text("{")
+    TuneFolder.open(str(tmp_path), "train.py", {}).close()
+    TuneFolder.open(str(tmp_path), "train.py", {}).close()
+    with pytest.raises(InvalidInput, match="it holds a search with param None"):
+        TuneFolder.open(str(tmp_path), "train.py", {"param": 1})
+
+
 # ── the values of trial n ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -164,6 +193,7 @@ def test_a_grid_has_every_point_once() -> None:
 
 
 def test_a_script_is_given_flags_that_it_names_braces_that_it_is_given_and_asks_for_the_rest(folder: Path) -> None:
+    Path("train.py").write_text(f"{SCRIPT}depth = pl.trial().depth")
     names = ["lr", "batch_size", "width", "depth"]
     found = find_arguments("train.py", ["--net", "{width}x2", "--save={folder}/a", "{}"], names, module=False)
     assert found.to_ask_for == ("depth",)
@@ -172,6 +202,61 @@ def test_a_script_is_given_flags_that_it_names_braces_that_it_is_given_and_asks_
     )
     assert found.of(trial) == ("--net", "3x2", "--save=/t/a", "{}", "--lr", "0.5", "--batch-size", "8")
     assert find_arguments("train.py", [], ["lr"], module=True).to_ask_for == ("lr",)
+    below = msgspec.structs.replace(trial, parameters={"lr": -1e-05})
+    given = find_arguments("train.py", ["--fast", "--net={lr}"], ["lr"], module=False).of(below)
+    assert given == ("--fast", "--net=-1e-05")
+    assert find_arguments("train.py", [], ["lr"], module=False).of(below) == ("--lr=-1e-05",), "argparse takes no other"
+
+
+PLAIN = """
+import argparse, torch, numpy.linalg as n
+from os import path
+import paceline as pl
+trainer.evaluate(data, metric, name="validation/accuracy")
+trainer.log({"rate": 0.1}, epoch=3)
+"""
+MAY_DO_ANYTHING = ("import beside", "from . import it", "import nobody_knows_it", "__import__(name)", "def f(:")
+MAY_TELL = (
+    "trainer.report(0.5)",
+    "trainer.log(**numbers)",
+    "trainer.log(numbers)",
+    "trainer.evaluate(data, metric, name=f'val/{name}')",
+    "numbers = {f'top{k}': k}",
+    "numbers = {k: 1 for k in names}",
+    "numbers['error'] = 1",
+)
+
+
+def test_that_a_script_takes_no_such_value_is_known_before_it_is_started(folder: Path) -> None:
+    Path("beside.py").touch()
+    Path("plain.py").write_text(PLAIN)
+    with pytest.raises(
+        InvalidInput, match=r"param is 'max_depth': plain.py does not take it: it has no flag --max-depth and never"
+    ):
+        find_arguments("plain.py", [], ["max_depth"], module=False)
+    assert find_arguments("plain.py", ["{depth}"], ["depth"], module=False).to_ask_for == ()
+    with pytest.raises(InvalidInput, match=r"folds is 'given': plain.py never calls pl.trial\(\).fold\(dataset\)"):
+        find_arguments("plain.py", ["{depth}"], ["depth"], module=False, folds=True)
+    for line in ("pl.trial()", *MAY_DO_ANYTHING):
+        Path("plain.py").write_text(PLAIN + line)
+        assert find_arguments("plain.py", [], ["depth"], module=False).to_ask_for == ("depth",)
+
+
+def test_that_a_script_does_not_tell_a_metric_is_known_before_it_is_started(folder: Path) -> None:
+    Path("beside.py").touch()
+    Path("plain.py").write_text(PLAIN)
+    text = ScriptText("plain.py")
+    assert text.never_tells("error") == ["validation/accuracy", "epoch", "rate"]
+    assert text.never_tells("accurac") is not None, "a part of a word is another"
+    for metric in ("accuracy", "validation/accuracy", "rate"):
+        assert text.never_tells(metric) is None
+    for line in (*MAY_TELL, *MAY_DO_ANYTHING):
+        Path("plain.py").write_text(PLAIN + line)
+        assert ScriptText("plain.py").never_tells("error") is None, line
+    Path("plain.py").write_text("import torch")
+    assert ScriptText("plain.py").never_tells("error") == []
+    example = str(Path(__file__).parents[2] / "examples" / "trials.py")
+    assert ScriptText(example).never_tells("acuracy") == ["accuracy"]
 
 
 def test_a_trial_has_the_tuners_values_over_the_defaults_and_tells_what_is_asked_for(

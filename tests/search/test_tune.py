@@ -70,15 +70,20 @@ def wait_until(fact: Any, what: str, limit_s: float = 90.0) -> None:
 
 
 def trial_processes(folder: Path) -> list[psutil.Process]:
-    """Everything that belongs to trials of the search in that folder."""
+    """Everything that belongs to a search in that folder, but for the search itself."""
     found = []
     for process in psutil.process_iter():
         try:
-            if str(folder) in process.environ().get("PACELINE_TRIAL", "") and process.status() != psutil.STATUS_ZOMBIE:
+            ours = process.cwd() == str(folder) and process.status() != psutil.STATUS_ZOMBIE
+            if ours and "tune" not in process.cmdline():
                 found.append(process)
         except psutil.Error:
             continue
     return found
+
+
+def is_replica(process: psutil.Process) -> bool:
+    return "paceline.launch.replica" in process.cmdline()
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +146,7 @@ def test_the_same_command_repeats_nothing_and_more_trials_are_added(search: Tune
     assert len(before) == 6
     assert len(more.trials) == 7
     assert all(path.read_bytes() == data for path, data in before.items())
-    assert "6 of an earlier start are there" in more.err
+    assert "of an earlier start there are 6" in more.err
     other = TuneRun(tmp_path, QUICK, FLAGS.replace("wide=1,2,3", "wide=1,2")).end()
     assert (other.code, other.err.count("\n")) == (2, 1)
     assert "folder is 'out': it holds a search with param ['x=0..6.0', 'wide=1,2,3']" in other.err
@@ -173,13 +178,23 @@ def test_a_killed_trial_is_started_again_and_its_search_goes_on(search: TuneRun,
     wait_until((tmp_path / "out/trial-0000/state.txt").exists, "trial 0 has saved")
     for process in trial_processes(tmp_path):
         with suppress(psutil.Error):  # one that ended with the one before it
-            if "trial-0000" in process.environ()["PACELINE_TRIAL"]:
+            if is_replica(process) and "trial-0000" in process.environ()["PACELINE_TRIAL"]:
                 process.kill()
     run.fine()
     assert results(run) == results(search)
     (killed,) = (one for one in run.trials if one["number"] == 0)
     assert killed["starts"] == 2
     assert "trial 0 was killed and is started again" in run.err
+
+
+def test_trials_go_on_when_the_process_was_killed_that_they_are_forked_from(search: TuneRun, tmp_path: Path) -> None:
+    run = TuneRun(tmp_path, QUICK, FLAGS, "--holds 0")
+    wait_until((tmp_path / "out/trial-0000/state.txt").exists, "trial 0 has saved")
+    (template,) = psutil.Process(run.process.pid).children()
+    template.kill()
+    run.fine()
+    assert results(run) == results(search)
+    assert (tmp_path / "out/trial-0000/starts.txt").read_text().split() == ["0", "1"]
 
 
 def test_ctrl_c_shows_what_was_found_and_two_searches_do_not_share_a_folder(tmp_path: Path) -> None:
@@ -202,16 +217,17 @@ def test_ctrl_c_shows_what_was_found_and_two_searches_do_not_share_a_folder(tmp_
 
 
 def test_a_failed_trial_is_reported_and_not_fatal(tmp_path: Path) -> None:
-    run = TuneRun(
-        tmp_path, QUICK, "--param x=1..3 --sampler grid --maximize score --keep 1", "--fails-above 2 --steps 1"
-    )
+    flags = "--param x=1..4 --sampler grid --maximize score --keep 1"
+    run = TuneRun(tmp_path, QUICK, flags, "--fails-above 3 --crashes-at 3 --steps 1")
     run.fine()
-    assert [(one["number"], one["end"], one["metric"]) for one in run.trials] == [
-        (1, "done", -1.0),
-        (0, "done", -4.0),
-        (2, "failed", None),
+    assert [(one["number"], one["end"], one["metric"], one["starts"]) for one in run.trials] == [
+        (1, "done", -1.0, 1),
+        (0, "done", -4.0, 1),
+        (2, "failed", None, 2),
+        (3, "failed", None, 1),
     ]
-    assert "RuntimeError: x is too large" in run.trials[2]["error"]
+    assert "was killed by SIGSEGV" in run.trials[2]["error"]
+    assert "RuntimeError: x is too large" in run.trials[3]["error"]
     assert run.err.count("RuntimeError: x is too large") == 1
     assert len(list((run.path / "top").glob("*.safetensors"))) == 1
     all_fail = TuneRun(
@@ -252,7 +268,7 @@ def test_a_budget_ends_the_search_and_more_of_it_goes_on(tmp_path: Path) -> None
 
 
 SAID_AFTER_THE_FIRST = {
-    "--param x=1,2 --maximize scor": "scor was never told: the script tells score, step; ask for one of them by --max",
+    "--param x=1,2 --maximize wide": "wide was never told: the script tells score, step; ask for one of them by --max",
     "--param x=1,2 --param wides=1,2 --maximize score": "param wides was never asked for:",
     "--param x=1,2 --folds 2 --maximize score": "folds is 2:",
     "--param x=a,b --maximize score": f"{QUICK} does not take its arguments: quick_trial.py: error: argument",
@@ -317,35 +333,86 @@ def test_the_example_is_cross_validated(tmp_path: Path) -> None:
 # ── many kills ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+RESUMING = """
+import sys, time
+import torch
+import paceline as pl
+
+trial = pl.trial()
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1).double()
+x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0)).double()
+y = x @ torch.tensor([1.0, 2.0, 3.0, 4.0]).double()
+error = lambda model, batch: (model(batch[0])[:, 0] - batch[1]).pow(2).mean()
+trainer = pl.Trainer(model, torch.optim.SGD(model.parameters(), lr=trial.lr), error)
+trainer.resume(trial.folder / "model.safetensors")
+for epoch in range(8):
+    for batch in trainer.batches((x, y), 32):
+        trainer.step(batch)
+        time.sleep(0.1)
+    trainer.evaluate((x, y), error, name="error")
+    trainer.save(trial.folder / "model.safetensors")
+"""
+KILLS = ("the search", "a trial", "a replica")
+
+
+def kill_one(run: TuneRun, kind: str, chance: random.Random) -> bool:
+    """Kill -9 one of these, whatever it is at; whether there was one."""
+    processes = [run.process] if kind == "the search" else trial_processes(run.folder)
+    if kind == "a trial":
+        parents = {process.ppid() for process in processes if is_replica(process)}
+        processes = [process for process in processes if process.pid in parents]
+    elif kind == "a replica":
+        processes = [process for process in processes if is_replica(process)]
+    if not processes or run.process.poll() is not None:
+        return False
+    with suppress(psutil.NoSuchProcess):
+        chance.choice(processes).kill()
+        return True
+    return False
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(1500)
 def test_twenty_kills_lose_no_trial_and_change_nothing(tmp_path: Path) -> None:
+    """Of the search, of a trial's supervisor and of one of its two replicas, from the first moment on."""
     chance = random.Random(0)
-    flags = FLAGS.replace("--trials 6", "--trials 12")
-    (tmp_path / "calm").mkdir()
-    (tmp_path / "kills").mkdir()
-    calm = TuneRun(tmp_path / "calm", QUICK, flags, "--steps 12 --pause 0.1")
+    flags = "--param lr=log:1e-3..1e-1 --minimize error --sampler random --trials 12 --parallel 2 --replicas 2 --json"
+    for name in ("calm", "kills"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.py").write_text(RESUMING)
+    calm = TuneRun(tmp_path / "calm", tmp_path / "calm" / "train.py", flags)
     calm.fine(600)
     folder = tmp_path / "kills"
-    run, kept, kills = TuneRun(folder, QUICK, flags, "--steps 12 --pause 0.1"), dict[Path, bytes](), 0
-    while run.process.poll() is None:
-        time.sleep(chance.uniform(0.05, 1.0))
-        kept |= {path: path.read_bytes() for path in folder.glob("out/trial-*/result.json")}
-        victims = trial_processes(folder)
-        if kills < 20 and run.process.poll() is None and victims:
-            kills += 1
-            if chance.random() < 0.3:
-                run.process.kill()
-                run.end()
-                run = TuneRun(folder, QUICK, flags, "--steps 12 --pause 0.1")
-            else:
-                victim = chance.choice(victims)
-                if victim.is_running():
-                    victim.kill()
-    run.end(600)
-    assert run.code == 0, run.err
-    assert kills >= 10
-    assert results(run) == results(calm)
-    assert all(path.read_bytes() == data for path, data in kept.items())
-    assert run.trials[0]["number"] == calm.trials[0]["number"]
+
+    def started() -> TuneRun:
+        return TuneRun(folder, folder / "train.py", flags)
+
+    run, kept, finished = started(), dict[Path, bytes](), 0
+    for number in range(20):
+        end, done = time.monotonic() + 300, False
+        time.sleep(chance.uniform(0.0, 3.0))
+        while not done:
+            kept |= {path: path.read_bytes() for path in folder.glob("out/trial-*/result.json")}
+            done = kill_one(run, KILLS[number % 3], chance)
+            assert time.monotonic() < end, f"nothing to kill for kill {number}: {run.process.poll()}"
+            assert run.process.poll() in (None, -signal.SIGKILL), f"the search was over after {number} kills"
+        if KILLS[number % 3] == "the search":
+            finished = max(finished, len(kept))
+            run.end()
+            run = started()
+    run.fine(600)
+    assert finished > 0, "no search was killed that had finished trials"
+    assert all(path.read_bytes() == data for path, data in kept.items()), "what has ended stays as it is"
+    found, expected = ({number: it[:2] for number, it in results(one).items()} for one in (run, calm))
+    assert found == expected
+    for one, other in zip(sorted(run.trials, key=_number), sorted(calm.trials, key=_number), strict=True):
+        assert one["metric"] == pytest.approx(other["metric"], rel=1e-9)
+        assert [step for step, _ in one["told"]] == [step for step, _ in other["told"]] == list(range(2, 17, 2))
+    assert [one["number"] for one in run.trials] == [one["number"] for one in calm.trials], "the same order, and best"
+    assert sum(one["starts"] for one in run.trials) > len(run.trials)
     wait_until(lambda: not trial_processes(folder), "nothing is left")
+
+
+def _number(trial: dict[str, Any]) -> int:
+    return int(trial["number"])

@@ -109,9 +109,9 @@ class Tasks:
             self.results[key] = task.total()
             del self._tasks[key]
 
-    def leave(self, replica: int) -> None:
-        """Have somebody else do what this replica was doing."""
-        for task in self._tasks.values():
+    def leave(self, replica: int, key: TaskKey | None = None) -> None:
+        """Have somebody else do what this replica was doing, of that task or of all."""
+        for task in [task for of, task in self._tasks.items() if key in (None, of)]:
             for part in [part for part, holder in task.out.items() if holder == replica]:
                 del task.out[part]
                 task.waiting.appendleft(part)

@@ -25,6 +25,7 @@ from paceline.central.client.pulling import Pulls
 from paceline.central.client.pushing import Pushes
 from paceline.central.client.server_view import ServerAddresses, ServerView
 from paceline.central.client.table_rows import TableRows
+from paceline.central.client.tasks import do_task
 from paceline.central.client.whole_tensors import State, WholeTensors
 from paceline.central.messages import replies, requests
 from paceline.central.messages.connection import Connection
@@ -33,6 +34,7 @@ from paceline.central.messages.tensor_bytes import bytes_of
 from paceline.central.shards import Shards, describe, plain_options
 from paceline.central.tables.embedding import find_tables
 from paceline.data.script_call import ScriptCall
+from paceline.deadlines import CallLimit
 from paceline.errors import ArenaError, CheckpointError
 from paceline.loop.engine import Chapter
 from paceline.loss_value import LossPart
@@ -365,17 +367,19 @@ class Client:
             self._to_chief.call(request, replies.Done, timeout_s=timeout_s)
 
     def task(
-        self, key: TaskKey, length: int, work: Callable[[range], list[float]], call: ScriptCall | None = None
+        self,
+        key: TaskKey,
+        length: int,
+        work: Callable[[range], list[float]],
+        call: ScriptCall | None = None,
+        limit: CallLimit | None = None,
     ) -> list[float]:
-        """Do parts of a task until it is done, by whomever; return its result."""
+        """Do parts of a task until it is done, by whomever, or until this replica is late; return its result."""
         self.give_back()
-        ask = requests.Task(**self._mine, key=key, length=length, call=call)
-        while isinstance(answer := self._to_chief.wait(ask, (replies.TaskPart, replies.Result)), replies.TaskPart):
-            values = work(range(answer.start, answer.stop))
-            done = requests.TaskDone(**self._mine, key=key, part=answer.part, values=values)
-            self._to_chief.call(done, replies.Done)
-        self.chief = answer.chief
-        return list(answer.values)
+        ask = requests.Task(**self._mine, key=key, length=length, call=call, at_once=limit is not None)
+        done = do_task(self._to_chief, ask, work, self.model, self._mine, limit)
+        self.chief = done.chief
+        return list(done.values)
 
     def once(self, key: TaskKey, act: Callable[[], None]) -> None:
         """Have one replica act, whichever comes first; the others wait for it."""

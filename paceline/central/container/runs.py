@@ -52,6 +52,7 @@ class ContainerRuns:
         self._first_ticket = first_ticket
         self._opening = threading.Lock()  # held while a run comes, which may take a while
         self.changed = threading.Condition()  # guards all below
+        self._let_go: set[str] = set()  # runs none of whose replicas was there when another came
         self.extras = ModelExtras()
         self.closer = StepCloser(container, self.extras, self.changed, others)
         self._take([self._new(container.settings, 0)])
@@ -80,6 +81,12 @@ class ContainerRuns:
         with self.changed:
             return next((run for run in self.all if run.state.settings.run == name), None)
 
+    def has_let_go(self, name: str, incarnation: int) -> bool:
+        """Return whether a process that comes is a later one of a run that another has taken the place of: without its
+        books it would begin anew."""
+        with self.changed:
+            return incarnation > 1 and name in self._let_go
+
     # ── a run comes ──────────────────────────────────────────────────────────────────────────────────────
 
     def open(self, spec: Spec, settings: Settings, addresses: Sequence[str], others: Sequence[Connection]) -> bool:
@@ -95,6 +102,7 @@ class ContainerRuns:
                 ended = [run for run in self.all if run not in alongside and (not alongside or _is_over(run))]
                 for run in ended:
                     run.state.end()
+                    self._let_go.add(run.state.settings.run)
                 books = self.all[-1].state.chief.books()
                 if not alongside:
                     self.closer.begin_run(others)

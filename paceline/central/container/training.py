@@ -21,7 +21,7 @@ from paceline.central.container.closing import StepCloser
 from paceline.central.container.presence import Presence
 from paceline.central.messages.records import RuleSet, TaskResult
 from paceline.central.messages.replies import Ended, Result, Settled, TaskPart, Ticket, Waiting
-from paceline.central.messages.requests import Ask, GiveBack, Report, Task, TaskDone
+from paceline.central.messages.requests import Ask, GiveBack, Report, Task, TaskDone, TaskGivenBack
 from paceline.data.script_call import ScriptCall
 from paceline.errors import ModelError, PacelineError
 from paceline.loss_value import LossPart, differing_kinds
@@ -286,7 +286,14 @@ class ContainerTraining:
                 return Result(values=answer, chief=self._speaks(request.replica))
             return f"{answer.why} ({request.key.words})"
 
-        return self._answer(request, look)
+        return self._answer(request, look, at_once=request.at_once)
+
+    def task_given_back(self, request: TaskGivenBack) -> None:
+        """A replica will not do its part of a task, not now: somebody else does, or itself when it comes again."""
+        with self._changed:
+            self._check(request.replica, request.incarnation)
+            self.state.chief.tasks.leave(request.replica, request.key)
+            self._changed.notify_all()
 
     def task_done(self, request: TaskDone) -> None:
         """A replica has done its part of a task."""

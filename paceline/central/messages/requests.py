@@ -163,6 +163,7 @@ class Task(_OfReplica, frozen=True, kw_only=True):
     key: TaskKey
     length: int
     call: ScriptCall | None = None  # of an evaluation: the same in all replicas
+    at_once: bool = False  # it does not wait here for those who are at it
 
 
 class TaskDone(_OfReplica, frozen=True, kw_only=True):
@@ -171,6 +172,12 @@ class TaskDone(_OfReplica, frozen=True, kw_only=True):
     key: TaskKey
     part: int
     values: list[float]
+
+
+class TaskGivenBack(_OfReplica, frozen=True, kw_only=True):
+    """It will not do its part of it, not now."""
+
+    key: TaskKey
 
 
 class Leave(_OfReplica, frozen=True, kw_only=True):
@@ -292,7 +299,9 @@ class Forget(_OfShare, frozen=True, kw_only=True):
 
 
 Greeting = Hello | Proof
-OfReplica = Open | Fill | Push | Pull | PullRows | PutRows | Ask | Report | Task | TaskDone | GiveBack | Leave
+OfReplica = (
+    Open | Fill | Push | Pull | PullRows | PutRows | Ask | Report | GiveBack | Task | TaskDone | TaskGivenBack | Leave
+)
 OfTraining = Stop | SetRule | Freeze | Thaw | Restore | Apply | Drop | Copy | Vacate  # as a whole
 Reading = ReadBuffers | Look | Describe | ReadFrozen | ReadBooks | Containers
 OfAnotherServer = KeepWhole | Keep | Fetch | Forget  # about its share

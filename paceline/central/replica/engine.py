@@ -28,6 +28,7 @@ from paceline.central.replica.ticket_samples import TicketSamples
 from paceline.central.replica.working import ClientWorker, Worked, work_on
 from paceline.data.ledger import Ledger
 from paceline.data.script_call import ScriptCall
+from paceline.deadlines import call_limit
 from paceline.errors import DataError, PacelineError, Stalled
 from paceline.evaluations import EvaluationKey
 from paceline.exchange.board import Board
@@ -274,10 +275,13 @@ class CentralizedEngine:
 
     def total(self, key: EvaluationKey, call: ScriptCall, over: Callable[[range], torch.Tensor]) -> torch.Tensor:
         assert call.length is not None
+        limit = call_limit()
         self.refresh()
         self.enter(Phase.EVALUATING)
-        values = self.client.task(EvaluationTask(key), call.length, lambda part: over(part).tolist(), call)
-        self.enter(Phase.BETWEEN)
+        try:
+            values = self.client.task(EvaluationTask(key), call.length, lambda part: over(part).tolist(), call, limit)
+        finally:
+            self.enter(Phase.BETWEEN)
         return torch.tensor(values, dtype=torch.float64)
 
     def once(self, number: int, act: Callable[[], None]) -> None:

@@ -247,7 +247,7 @@ class Server:
             return share.container.reopen(request.spec, request.settings)
         if share.runs.find(request.settings.run) is not None:
             return False
-        if request.first is not None:
+        if request.first is not None or share.runs.has_let_go(request.settings.run, request.incarnation):
             raise PacelineError(
                 f"container {request.container!r} has let this run go: none of its replicas was there when another came"
             )

@@ -123,6 +123,8 @@ class Session:
                 return Answer(self._run(request.container).task(request))
             case requests.TaskDone():
                 self._run(request.container).task_done(request)
+            case requests.TaskGivenBack():
+                self._run(request.container).task_given_back(request)
             case requests.Apply():
                 return Answer(self._apply(request))
             case requests.Leave():

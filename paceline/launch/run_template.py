@@ -1,0 +1,117 @@
+"""The template of runs: a process that has loaded what `paceline run` needs, and of which every run is forked.
+
+    owner ── arguments, cores, environment, where it prints ──▶ template (no torch, one thread) ── fork ──▶ paceline run
+          ◀── a pidfd, a pipe for its exit code ──
+
+So a run begins in milliseconds, not in the quarter of a second that Python takes to load a supervisor. Replicas and
+servers are started by the run as ever, each a new Python: torch is loaded by the script, which may set its variables
+first. The template dies with its owner, and runs with their template, however that happens. One that was killed is made
+anew for the next run.
+
+This is the owner's side; `cli/run_template_process.py` is the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Collection, Mapping, Sequence
+
+import msgspec
+
+from paceline.errors import LaunchError
+from paceline.launch.with_parent import PARENT_VARIABLE
+
+MODULE = "paceline.cli.run_template_process"
+MOST_TRIES = 3  # to have a run forked, each with a new template
+MOST_MESSAGE = 1 << 20
+
+
+class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a template is asked for; with it comes the descriptor of the file that the run prints into."""
+
+    arguments: list[str]  # of `paceline`
+    environment: dict[str, str]  # what is to be changed there
+    cores: list[int]  # the only ones that it may use; none: all
+
+
+class ForkedRun:
+    """A process that a template has forked."""
+
+    def __init__(self, pidfd: int, codes: int) -> None:
+        """`codes`: the pipe in which its exit code will be."""
+        self.ended = codes  # readable when it has ended, until somebody has waited for it
+        self._pidfd = pidfd
+        self._code: int | None = None
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """Returns its exit code, or minus a signal, if it ends within that time."""
+        if self._code is None and self._has_ended(timeout_s):
+            told = os.read(self.ended, 64)
+            # Without a word the template was killed, and the run with it.
+            self._code = int(told) if told else -signal.SIGKILL
+            os.close(self._pidfd)
+            os.close(self.ended)
+        return self._code
+
+    def _has_ended(self, timeout_s: float | None) -> bool:
+        waiting = select.poll()
+        waiting.register(self.ended, select.POLLIN)
+        return bool(waiting.poll(None if timeout_s is None else 1000 * timeout_s))
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends it a signal, unless it has ended."""
+        if self._code is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+
+class RunTemplate:
+    """The template, as its owner sees it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(
+        self, arguments: Sequence[str], output: int, *, cores: Collection[int] = (), environment: Mapping[str, str]
+    ) -> ForkedRun:
+        """Returns a new `paceline` with these arguments, in a session of its own, that prints to `output`."""
+        message = msgspec.json.encode(
+            RunRequest(arguments=list(arguments), environment=dict(environment), cores=sorted(cores))
+        )
+        for _ in range(MOST_TRIES):
+            if self._process is None:
+                self._open()
+            try:
+                socket.send_fds(self._channel, [message], [output])
+                _, (pidfd, codes), _, _ = socket.recv_fds(self._channel, 1, 2)
+            except (OSError, ValueError):  # it has ended meanwhile
+                self.close()
+            else:
+                return ForkedRun(pidfd, codes)
+        raise LaunchError(f"the process that starts runs has ended {MOST_TRIES} times, see what it printed")
+
+    def _open(self) -> None:
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", MODULE, str(theirs.fileno())],
+                env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # a Ctrl-C is for the owner, which then ends the runs
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+
+    def close(self) -> None:
+        """Ends it, and with it what still runs."""
+        if self._process is not None:
+            self._channel.close()
+            self._process.kill()
+            self._process.wait()
+            self._process = None
