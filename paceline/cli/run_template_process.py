@@ -18,8 +18,8 @@ import sys
 import msgspec
 
 from paceline.cli import main
-from paceline.launch.replica import PARENT_VARIABLE, die_with_parent
 from paceline.launch.run_template import MOST_MESSAGE, RunRequest
+from paceline.launch.with_parent import PARENT_VARIABLE, die_with_parent
 from paceline.machine import installed_version
 from paceline.plan.calibration import fingerprint
 
