@@ -102,6 +102,9 @@ def failures_without(mend: Mend, folder: Path) -> dict[str, list[str]]:
     command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", f"--junitxml={results}", *mend.tests]
     # Before whatever is installed, in all processes that a test starts too.
     environment = {**os.environ, "PYTHONPATH": str(folder)}
+    which = [sys.executable, "-c", "import paceline; print(paceline.__file__)"]
+    imported = subprocess.run(which, cwd="/", env=environment, check=True, capture_output=True, text=True).stdout
+    assert imported.startswith(str(folder)), f"processes would import {imported}"
     ran = subprocess.run(
         command, cwd=folder, env=environment, timeout=LIMIT_S, check=False, capture_output=True, text=True
     )
