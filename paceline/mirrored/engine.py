@@ -43,6 +43,7 @@ from paceline.mirrored.logged_numbers import LoggedNumbers
 from paceline.mirrored.model_part import CutModel, WholeModel
 from paceline.mirrored.one_host import OneHost, StepTotals
 from paceline.mirrored.owner import Owner
+from paceline.mirrored.script_writes import ScriptWrites
 from paceline.mirrored.shared_model import SharedModel
 from paceline.mirrored.statistics import BatchStatistics
 from paceline.mirrored.step_parts import DecidedStep, OwnShard, StepPart
@@ -106,6 +107,8 @@ class MirroredEngine(LockstepEngine):
         self._elsewhere = elsewhere or StepPart()
         shard = OwnShard(owner, self._part.rows, self._show_gradients)
         self._parts = [self._statistics, self._part, hosts, self._joining, self._elsewhere, shard]
+        if self._board.replicas > 1 and cut is None and copy is None and (hosts.sums_gradients or not hosts.several):
+            self._parts.append(ScriptWrites(shared.arena))
         self._count = 0  # members of the step, on all hosts
         self._step: DecidedStep | None = None  # the last
         self._kept: dict[str, torch.Tensor] = {}  # for the checkpoint that is being written

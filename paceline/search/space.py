@@ -100,7 +100,8 @@ class SearchedParameter:
 def _read_range(text: str, values: str) -> NumberRange:
     log = values.startswith("log:")
     ends, colon, step_typed = values.removeprefix("log:").partition(":")
-    low, high = (_number(end) for end in ends.split("..", 1))
+    low_typed, _, high_typed = ends.partition("..")  # the dots may stand behind the colon, where they make no range
+    low, high = _number(low_typed), _number(high_typed)
     step = _number(step_typed) if colon else None
     if low is None or high is None or (colon and step is None):
         raise InvalidInput("param", text[:200], f"a range needs two numbers, {_HOW}")

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from journal_mutations import records_of
 
 from paceline.central.chief.tasks import OnceTask
 from paceline.central.chief.tickets import Accepted, Close
@@ -176,6 +177,16 @@ def test_a_log_that_lacks_what_was_acknowledged_is_refused(tmp_path: Path, how: 
     else:
         os.truncate(log, shorter if how == "without its last record" else 0)
     with pytest.raises(CheckpointError, match="log-1"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["exchanged", "there twice, and another not at all"])
+def test_whole_records_in_the_place_of_others_are_refused(tmp_path: Path, how: str) -> None:
+    append(begun(tmp_path), RECORDS)
+    one, two, *others = records_of(only_log(tmp_path))
+    first = [two, one] if how == "exchanged" else [one, one]
+    only_log(tmp_path).write_bytes(b"".join([*first, *others]))
+    with pytest.raises(CheckpointError, match=r"log-1 is damaged at byte \d+: record \d is there, and \d should be"):
         read(tmp_path)
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.cli import SUBCOMMANDS, Parser, main, run
+from paceline.cli import SUBCOMMANDS, Parser, checks, main, run
 from paceline.cli.engine_flags import ENGINE_FLAGS
 from paceline.cli.run import not_used
 from paceline.cli.run_plan import RunPlan, resolve
@@ -172,6 +172,13 @@ def test_a_host_of_an_engine_resolves_the_plan_of_its_driver_whatever_flag_was_g
 
 
 JOINED = "--nnodes 1:2 --node-rank 0 --rdzv-endpoint 10.0.0.1:29500 --replicas 4"
+def test_servers_count_where_memory_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "free_memory", lambda: 4 * checks.REPLICA_BYTES)
+    checks.check(plan_of("train.py", "--replicas", "2", "--servers", "2"))
+    with pytest.raises(StrategyError, match=r"servers is 3: torch alone takes .* in 5 processes .* give at most 4"):
+        checks.check(plan_of("train.py", "--replicas", "2", "--servers", "3"))
+
+
 HOSTS = "--nnodes 2 --node-rank 0 --rdzv-endpoint 10.0.0.1:29500 --replicas 4"
 
 

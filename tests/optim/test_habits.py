@@ -35,6 +35,31 @@ def test_a_parameter_that_is_added_in_mid_run_is_refused(start: Start) -> None:
         )
 
 
+WRITING = """
+import torch
+from torch import nn
+import paceline as pl
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+trainer = pl.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).square().mean())
+for batch in trainer.batches(torch.randn(16, 3), batch_size=4):
+    trainer.step(batch)
+    if "WRITES":
+        model[1].weight.data.mul_(0.9)
+"""
+
+
+def test_what_a_script_writes_between_steps_to_parameters_that_replicas_share_is_told(start: Start) -> None:
+    quiet = [start(WRITING, None), start(WRITING.replace("WRITES", ""), "--replicas 2"), start(WRITING, "--replicas 1")]
+    told = start(WRITING, "--replicas 2").fine()
+    for replica in range(2):
+        said = "the script has written to parameter '1.weight' between two steps: replicas of a host share their"
+        assert told.log(replica).count(said) == 1
+    for run in quiet:
+        assert "the script has written" not in run.fine().err
+
+
 # With servers the last of it is refused: one launch of a strategy tells of all.
 TRAINING = """
 import json

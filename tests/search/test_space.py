@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -99,6 +100,14 @@ SENTENCES = {
     (*FINE, "--", "--rate={rate}"): "arguments is '{rate}': no parameter has this name, give one of {lr}",
     (*FINE, "--", "--fold", "{fold}"): "arguments is '{fold}': there are no folds, add --folds 5",
 }
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text("0123456789.e-,:=log x²٣", max_size=20))
+def test_any_text_is_a_parameter_or_a_sentence(text: str) -> None:
+    for typed in (text, f"x={text}", f"x=log:{text}", f"x={text}:2..1"):
+        with suppress(InvalidInput):
+            SearchSpace.parse([typed])
 
 
 @pytest.mark.parametrize(("given", "sentence"), SENTENCES.items())
