@@ -55,28 +55,35 @@ def same_operators(
 ) -> bool:
     """Returns whether two computations with this model and these inputs are known to be the same, gradients and all.
     Tensors are left as they were."""
+    known: _Known = {}
+    alive: list[Any] = []  # until both are compared: some tensors go by where they lie
     try:
-        known: _Known = {}
-        first, second = (_operators(model, inputs, compute, known, gradients) for compute in (one, other))
+        first, second = (_operators(model, inputs, compute, known, alive, gradients) for compute in (one, other))
         return first == second
     except Exception:  # whatever it is that does not work without values
         return False
 
 
 def _operators(
-    model: nn.Module, inputs: list[torch.Tensor], compute: Callable[[], Any], known: _Known, gradients: bool
+    model: nn.Module,
+    inputs: list[torch.Tensor],
+    compute: Callable[[], Any],
+    known: _Known,
+    alive: list[Any],
+    gradients: bool,
 ) -> list[Any]:
     """Returns the operators of a computation, those that something follows from."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     tensors |= {f"input {number}": tensor for number, tensor in enumerate(inputs)}
     noting = _Noting({id(tensor): name for name, tensor in tensors.items()}, known)
+    alive.append(noting)
     with noting, torch.set_grad_enabled(gradients):
         returned = [leaf for leaf in tree_leaves(compute()) if isinstance(leaf, torch.Tensor)]
         found: Iterable[torch.Tensor | None] = ()
         if gradients and returned and returned[0].requires_grad:
             wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
             found = torch.autograd.grad(returned[0].sum(), wanted, allow_unused=True)
-    return noting.needed_for([*returned, *found], {name for name, _ in model.named_buffers()})
+    return noting.needed_for([*returned, *found], set(tensors))
 
 
 class _Shape(torch.Tensor):
@@ -213,7 +220,7 @@ class _Noting(QuickDispatchMode):  # type: ignore[no-untyped-call]
         if (outer := self._outer.get(id(leaf))) is None:
             outer = self._outer[id(leaf)] = _Shape.of(leaf)
             self._alive += [leaf, outer]
-        if outer.shape != leaf.shape:
+        if outer.shape != leaf.shape or outer.stride() != leaf.stride():
             raise CannotFollow  # it was given another shape
         return outer
 
@@ -229,11 +236,11 @@ class _Noting(QuickDispatchMode):  # type: ignore[no-untyped-call]
 
     # ── what is needed ───────────────────────────────────────────────────────────────────────────────────
 
-    def needed_for(self, results: list[torch.Tensor | None], buffers: set[str]) -> list[Any]:
-        """Returns the operators that these results or changes of the buffers follow from, and the results."""
+    def needed_for(self, results: list[torch.Tensor | None], given: set[str]) -> list[Any]:
+        """Returns the operators that these results or changes of what was given follow from, and the results."""
         names = [None if result is None else self._name(result) for result in results]
         needed = set(names)
-        memory: set[Any] = buffers | {self._memory.get(name, name) for name in names}
+        memory: set[Any] = given | {self._memory.get(name, name) for name in names}
         calls: list[_Call] = []
         for call in reversed(self._calls):
             if call.has_effect or needed.intersection(call.gives) or memory.intersection(call.changes):
@@ -253,9 +260,9 @@ class _Noting(QuickDispatchMode):  # type: ignore[no-untyped-call]
 
 def _constant(tensor: torch.Tensor) -> Any:
     """Returns what a tensor that is none of the model's goes by: its values, or where they lie."""
-    if tensor.layout != torch.strided:
-        raise CannotFollow
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
+        raise CannotFollow  # what a class of its own has may lie anywhere
     about = (str(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride()), tensor.requires_grad)
     if tensor.nbytes > MOST_BYTES:
-        return (*about, tensor.data_ptr())
+        return (*about, tensor.is_conj(), tensor.is_neg(), tensor.data_ptr())
     return (*about, bytes_of(tensor))

@@ -25,6 +25,7 @@ from paceline.graph.call_graph import CallGraph
 from paceline.graph.capture import Function
 from paceline.graph.inputs import Structure, take_apart
 from paceline.graph.kept import KeptGraph
+from paceline.graph.operators import changed_by, changed_groups, name_of
 from paceline.graph.proof import compare, prove
 from paceline.graph.python_effects import python_effects
 from paceline.graph.shapes import AllShapes
@@ -126,8 +127,19 @@ class GraphCut(Cut):
         self.decide(kept, tensors)
         self._open(kept, _about(function, self.model, tensors), structure, shapes).proven = True
 
-    @staticmethod
-    def _check_loss(call: CallGraph) -> None:
+    def _check_loss(self, call: CallGraph) -> None:
+        parameters, groups = dict(self.model.named_parameters()), changed_groups(call.nodes)
+        for node in call.nodes:
+            for operand in changed_by(node):
+                name = call.names.get(groups.get(operand, operand), "")
+                # Of another type it is a copy.
+                if name in parameters and call.values[operand].dtype == parameters[name].dtype:
+                    raise ModelError(
+                        "model",
+                        type(self.model).__name__,
+                        f"{name_of(node)} changes its parameter {name} in place while the loss is computed, which "
+                        "every device would do, and in every micro-batch; do that between steps",
+                    )
         if not call.tensors or not any(isinstance(value, fx.Node) for value in call.returned):
             expected = "return a scalar tensor, or (sum, count), that is computed with the model"
             raise LossError("loss", "nothing that follows from the model", expected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from paceline.graph.capture import capture
 from paceline.graph.inputs import take_apart
 from paceline.graph.proof import run_whole
 from paceline.graph.same_operators import same_operators
+from paceline.torch_private import empty_tensor
 
 
 class Net(nn.Module):
@@ -94,6 +96,10 @@ OTHERS: dict[str, Callable[[nn.Module, Any], Any]] = {
     "one more draw": lambda model, given: (torch.rand(1), loss(model, given))[1],
     "a statistic": lambda model, given: (model.norm.running_mean.add_(1), loss(model, given))[1],  # type: ignore[union-attr, operator]
     "a decision by values": lambda model, given: loss(model, given) if given[0].sum() > -1e9 else None,
+    "a weight that is changed at the end": lambda model, given: (loss(model, given), model.fc.weight.detach().mul_(1))[
+        0
+    ],  # type: ignore[union-attr, operator]
+    "a batch that is changed at the end": lambda model, given: (loss(model, given), given[0].mul_(1))[0],
     "a change of a tensor that is nobody's": lambda model, given: (WEIGHTS.mul_(1), loss(model, given))[1],
 }
 
@@ -103,6 +109,41 @@ def test_what_differs_anywhere_is_not_the_same(what: str) -> None:
     model = Net()
     assert same(loss, loss, model)
     assert not same(loss, OTHERS[what], model)
+
+
+class Nowhere(torch.Tensor):
+    """A tensor without memory."""
+
+    @classmethod
+    def __torch_dispatch__(cls, *given: Any) -> Any:  # type: ignore[override]
+        raise AssertionError("it has nothing to compute with")
+
+
+def nowhere() -> torch.Tensor:
+    return empty_tensor(Nowhere, (200, 200))
+
+
+def large() -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng().random((200, 200)))
+
+
+def test_large_constants_go_by_where_they_lie_and_none_takes_the_place_of_another() -> None:
+    model = Net()
+
+    def with_large(model: nn.Module, given: Any) -> torch.Tensor:
+        return loss(model, given) + large().mean()
+
+    assert not same(with_large, with_large, model)  # each call has values of its own, which are not looked at
+
+
+def test_what_lies_nowhere_is_not_told_by_its_address() -> None:
+    one, other = nowhere(), nowhere()
+    assert one.data_ptr() == other.data_ptr()
+
+    def plus(constant: torch.Tensor) -> Callable[[nn.Module, Any], torch.Tensor]:
+        return lambda model, given: loss(model, given) + constant.mean()
+
+    assert not same(plus(one), plus(other), Net())
 
 
 def test_values_are_computed_only_where_operators_do_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:

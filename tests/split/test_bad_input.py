@@ -107,6 +107,11 @@ REFUSED: dict[str, tuple[str, str, str]] = {
             LOSS="model(torch.ones(6)).sum()"),
         "batch is 'dict': it has no tensors with a dim of samples to make micro-batches of",
     ),
+    "changes_a_parameter": (
+        STAGES,
+        net(FORWARD="self.first.weight.detach().clamp_(-1, 1)"),
+        "model is 'Net': clamp_ changes its parameter first.weight in place while the loss is computed",
+    ),
     "own_backward_in_stages": (STAGES, script(CONV, OWN_BACKWARD), "--replicas"),
     "a_vector": (
         HIDDEN,
