@@ -7,7 +7,7 @@ inputs           what a function is given, as tensors and all else
 whole            modules and functions that are one operator each: `pl.whole`
 proof            whether the graph computes what the function computes
 same_operators   the same without computing anything: by the operators of both
-python_effects   what a function does that is in no graph: it prints, it counts
+python_effects   what is in no graph: a function prints, it counts; numbers that change
 in_place         changes in place that nobody sees, as operators that give something new
 kept             graphs on disk, so that the second run of a script need not capture again
 content          what a computation is made of, as a key: who changes anything gets another

@@ -70,9 +70,9 @@ temperature = 1.0
 def loss(model, x):
     return model(x).square().mean() * temperature
 trainer = pl.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
-for batch in trainer.batches(torch.randn(64, 6), batch_size=8):
+for batch in trainer.batches(torch.randn(56, 6), batch_size=8):
     trainer.step(batch)
-    temperature *= 0.9
+    temperature = 1.0 if trainer.steps < 5 else 0.9
 """
 
 STAGES, TILES = "--stages 2 --micro-batches 2", "--tiles 2"
