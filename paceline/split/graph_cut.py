@@ -27,7 +27,7 @@ from paceline.graph.capture import Function
 from paceline.graph.inputs import Structure, take_apart
 from paceline.graph.kept import KeptGraph
 from paceline.graph.operators import changed_by, changed_groups, name_of
-from paceline.graph.proof import compare, prove
+from paceline.graph.proof import compare
 from paceline.graph.python_effects import numbers_used, python_effects
 from paceline.graph.shapes import AllShapes
 from paceline.loss_value import LossPart, Weight
@@ -74,7 +74,6 @@ class _Kind:
     shapes: AllShapes  # its graph is one of
     times: int = 0  # it came up
     last: int = 0  # the pass of the cut in which it did
-    proven: bool = False  # held against what it was captured from
     numbers: dict[Any, Any] = field(default_factory=dict)  # that can be seen, when it was held against that last
     aside: set[Any] = field(default_factory=set)  # of those, the ones that have changed and made no difference
     wrong: ModelError | None = None  # what was found when it was held against it
@@ -121,15 +120,14 @@ class GraphCut(Cut):
             with python_effects(self.model) as effects:
                 kept = KeptGraph(function, self.model, given, shapes, first.begin, first.proven)
                 self._check_loss(kept.graph)
-                if not kept.is_proven:
-                    prove(function, self.model, given, kept.graph)
+                kept.prove()
             if effects and self.peers.first:
                 warnings.warn(f"cut model: {'; '.join(effects)}: once a graph, not in every step", stacklevel=2)
             self._keep(kept)
             first.proven = kept.entry
         tensors, structure = take_apart(given, "batch")
         self.decide(kept, tensors)
-        self._open(kept, _about(function, self.model, tensors), structure, shapes).proven = True
+        self._open(kept, _about(function, self.model, tensors), structure, shapes)
 
     def _check_loss(self, call: CallGraph) -> None:
         parameters, groups = dict(self.model.named_parameters()), changed_groups(call.nodes)
@@ -168,7 +166,7 @@ class GraphCut(Cut):
     def _open(self, kept: KeptGraph, about: _About, structure: Structure, shapes: AllShapes) -> _Kind:
         if len(self._kinds) == MOST_KINDS:
             del self._kinds[0]
-        self._kinds.append(_Kind(about, structure, kept, self.open(kept.graph), shapes, proven=kept.is_proven))
+        self._kinds.append(_Kind(about, structure, kept, self.open(kept.graph), shapes))
         return self._kinds[-1]
 
     # ── work ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -201,9 +199,8 @@ class GraphCut(Cut):
         numbers = numbers_used(function, self.model)
         changed = {name for name, value in numbers.items() if kind.numbers.get(name, value) != value} - kind.aside
         try:
-            if not kind.proven:
-                prove(function, self.model, given, kind.call)
-                kind.proven = True
+            if not kind.kept.is_proven:
+                kind.kept.prove()
                 self._keep(kind.kept)
             elif changed or (trains and kind.times > 1 and not kind.times & (kind.times - 1)):
                 compare(function, self.model, given, kind.call, gradients=False)
