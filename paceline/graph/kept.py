@@ -23,11 +23,9 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from paceline.cache_folder import cache_folder
 from paceline.graph.call_graph import CallGraph
-from paceline.graph.capture import Function
 from paceline.graph.proof import Proof
 from paceline.graph.shapes import AllShapes
 from paceline.graph.written import CannotBeWritten, read, written
@@ -44,31 +42,29 @@ class KeptGraph:
 
     def __init__(
         self,
-        function: Function,
-        model: nn.Module,
-        given: object,
+        proof: Proof,
         shapes: AllShapes,
         begin: Callable[[bool], None] = lambda will_be_kept: None,
         proven: str = "",
     ) -> None:
-        """`begin` is called before a graph is captured, with whether it can be kept as far as is known. `proven`: the
-        `entry` that another device of this run has just proven, for which that is enough."""
-        self._proof: Proof | None = Proof(function, model, given)
+        """`proof`: of the computation. `begin` is called before a graph is captured, with whether it can be kept as far
+        as is known. `proven`: the `entry` that another device of this run has just proven, for which that is enough."""
+        self._proof: Proof | None = proof
         self._key: str | None = None
-        self._constants = self._proof.constants
+        self._constants = proof.constants
         self.entry = ""  # the graph's name and checksum, once it is on disk
-        if folder() is not None and (content := self._proof.content) is not None:
+        if folder() is not None and (content := proof.content) is not None:
             self._key = _checksum((_surroundings() + content).encode(errors="surrogatepass")).hex()
         found = self._found()
-        if found is not None and self.entry != proven and not _is_right(found, self._proof):
+        if found is not None and self.entry != proven and not _is_right(found, proof):
             self._forget()
             found = None
         self.is_proven = found is not None
         self._was_kept = found is not None
         if found is None:
             begin(self._key is not None)
-        shapes.see(given)
-        self.graph: CallGraph = shapes.graph(function, model, given) if found is None else found
+        shapes.see(proof.given)
+        self.graph: CallGraph = found or shapes.graph(proof.function, proof.model, proof.given)
 
     def prove(self) -> None:
         """Raises a ModelError unless the graph computes what the function does."""

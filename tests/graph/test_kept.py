@@ -76,7 +76,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def kept(function: Callable[..., Any] = loss, model: nn.Module | None = None, count: int = 5) -> KeptGraph:
-    found = KeptGraph(function, model or Net(), batch_of(count), AllShapes())
+    found = KeptGraph(Proof(function, model or Net(), batch_of(count)), AllShapes())
     found.keep()
     return found
 
@@ -94,7 +94,7 @@ def code(call: CallGraph) -> list[str]:
 def test_a_graph_is_the_same_when_it_was_kept(function: Callable[..., Any]) -> None:
     first = kept(function)
     model = Net()
-    second = KeptGraph(function, model, batch_of(), AllShapes())
+    second = KeptGraph(Proof(function, model, batch_of()), AllShapes())
     assert (first.is_proven, second.is_proven) == (False, True)
     assert code(second.graph) == code(first.graph)
     batch = batch_of()
@@ -111,7 +111,7 @@ def test_a_graph_is_the_same_when_it_was_kept(function: Callable[..., Any]) -> N
 def test_tensors_of_the_users_are_those_of_this_run() -> None:
     kept()
     model = Net()
-    found = KeptGraph(loss, model, batch_of(), AllShapes())
+    found = KeptGraph(Proof(loss, model, batch_of()), AllShapes())
     live = [tensor for tensor in found.graph.constants.values() if tensor is model.mask or tensor is CLASS_WEIGHTS]
     assert found.is_proven
     assert len(live) == 2
@@ -240,14 +240,14 @@ def test_a_kept_graph_of_something_else_is_dropped_and_captured_anew(folder: Pat
     mine.write_bytes(other.read_bytes())
     first.add_note("operators", b"of the graph before")
     digest = other.read_bytes()[:20].hex()
-    trusting = KeptGraph(loss, Net(), batch_of(), AllShapes(), proven=f"{mine.stem} {digest}")
+    trusting = KeptGraph(Proof(loss, Net(), batch_of()), AllShapes(), proven=f"{mine.stem} {digest}")
     assert trusting.is_proven  # by another device
-    again = KeptGraph(loss, Net(), batch_of(), AllShapes())
+    again = KeptGraph(Proof(loss, Net(), batch_of()), AllShapes())
     assert not again.is_proven
     assert list(folder.iterdir()) == [other]
     again.prove()
     again.keep()
-    third = KeptGraph(loss, Net(), batch_of(), AllShapes())
+    third = KeptGraph(Proof(loss, Net(), batch_of()), AllShapes())
     assert third.is_proven
     assert third.entry == again.entry == first.entry
     assert third.note("operators") is None
@@ -272,14 +272,14 @@ def test_a_damaged_entry_is_as_good_as_none(folder: Path) -> None:
     whole = entry.read_bytes()
     for at in range(0, len(whole), max(1, len(whole) // 50)):
         entry.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        found = KeptGraph(loss, Net(), batch_of(), AllShapes())
+        found = KeptGraph(Proof(loss, Net(), batch_of()), AllShapes())
         assert not found.is_proven
         if at > 200:
             break
     entry.write_bytes(whole[:-1])
-    assert not KeptGraph(loss, Net(), batch_of(), AllShapes()).is_proven
+    assert not KeptGraph(Proof(loss, Net(), batch_of()), AllShapes()).is_proven
     entry.write_bytes(whole)
-    assert KeptGraph(loss, Net(), batch_of(), AllShapes()).is_proven
+    assert KeptGraph(Proof(loss, Net(), batch_of()), AllShapes()).is_proven
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_an_entry_that_somebody_made_up_runs_no_code(folder: Path, name: str) ->
     graph = msgspec.msgpack.decode(content)
     graph[0][-1][1:3] = [name, ["tuple", "libnothing.so"]]
     first.add_note("graph", msgspec.msgpack.encode(graph))
-    again = KeptGraph(loss, Net(), batch_of(), AllShapes())
+    again = KeptGraph(Proof(loss, Net(), batch_of()), AllShapes())
     assert not again.is_proven
     assert code(again.graph) == code(first.graph)
 
@@ -305,7 +305,7 @@ def made_up(change: Callable[[list[Any]], None]) -> bool:
     graph = msgspec.msgpack.decode(content)
     change(graph[0])
     first.add_note("graph", msgspec.msgpack.encode(graph))
-    again = KeptGraph(loss, Net(), batch_of(), AllShapes())
+    again = KeptGraph(Proof(loss, Net(), batch_of()), AllShapes())
     assert code(again.graph) == code(first.graph)
     return again.is_proven
 
@@ -338,7 +338,7 @@ def test_an_operator_that_touches_files_or_is_not_torchs_own_is_not_read(folder:
 
 def test_what_others_could_have_written_is_not_read(folder: Path) -> None:
     def found() -> bool:
-        return KeptGraph(loss, Net(), batch_of(), AllShapes()).is_proven
+        return KeptGraph(Proof(loss, Net(), batch_of()), AllShapes()).is_proven
 
     kept()
     (entry,) = folder.iterdir()

@@ -38,6 +38,7 @@ class LayoutCut(GraphCut):
         self._groups, self._coordinates = _along_axes(split.axes, peers)
         self._usage = Usage()
         self._dimensions: ModelDims
+        self._decided: tuple[CallGraph, GraphDims]  # by which parameters are cut
         self._axes: Axes
 
     def name_dims(self, dims: Mapping[str, str]) -> None:
@@ -46,6 +47,7 @@ class LayoutCut(GraphCut):
     def decide(self, kept: KeptGraph, values: list[torch.Tensor]) -> None:
         self._dimensions = ModelDims(self.model)
         dims = self._dimensions.add(kept.graph)
+        self._decided = kept.graph, dims
         names = self._dimensions.names(self._patterns)
         cuts: dict[Atom, str] = {}
         for dim, axis in self._layout.layout.items():
@@ -102,6 +104,8 @@ class LayoutCut(GraphCut):
 
     def _as_decided(self, call: CallGraph) -> tuple[GraphDims, Axes]:
         """Returns the dims of a graph, and the axes: parameters are cut as they are, whatever it joins and splits."""
+        if call is self._decided[0]:
+            return self._decided[1], self._axes
         dimensions = ModelDims(self.model)
         same: dict[Atom, Atom] = {}  # what is one atom there is one here
         for name, dims in dimensions.parameters.items():
