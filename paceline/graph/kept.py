@@ -49,7 +49,6 @@ class KeptGraph:
     ) -> None:
         """`proof`: of the computation. `begin` is called before a graph is captured, with whether it can be kept as far
         as is known. `proven`: the `entry` that another device of this run has just proven, for which that is enough."""
-        self._proof: Proof | None = proof
         self._key: str | None = None
         self._constants = proof.constants
         self.entry = ""  # the graph's name and checksum, once it is on disk
@@ -59,8 +58,8 @@ class KeptGraph:
         if found is not None and self.entry != proven and not _is_right(found, proof):
             self._forget()
             found = None
-        self.is_proven = found is not None
-        self._was_kept = found is not None
+        self._was_kept = self.is_proven = found is not None
+        self._proof = None if self.is_proven else proof  # which holds a batch
         if found is None:
             begin(self._key is not None)
         shapes.see(proof.given)
@@ -68,9 +67,9 @@ class KeptGraph:
 
     def prove(self) -> None:
         """Raises a ModelError unless the graph computes what the function does."""
-        if not self.is_proven and self._proof is not None:
+        if self._proof is not None:
             self._proof.prove(self.graph)
-        self.is_proven, self._proof = True, None  # which holds a batch
+        self.is_proven, self._proof = True, None
 
     def _found(self) -> CallGraph | None:
         """Returns the graph of an earlier run. What cannot be read, whatever it is, is as good as none."""
