@@ -6,11 +6,10 @@ shapes           one computation in many shapes: sizes that are left open, and n
 inputs           what a function is given, as tensors and all else
 whole            modules and functions that are one operator each: `pl.whole`
 proof            whether the graph computes what the function computes
-same_operators   the same without computing anything: by the operators of both
-python_effects   what a function does that is in no graph: it prints, it counts
+noted_operators  what a computation comes to, without computing it: the proof, and a graph's name on disk
+python_effects   what is in no graph: a function prints, it counts; numbers that change
 in_place         changes in place that nobody sees, as operators that give something new
 kept             graphs on disk, so that the second run of a script need not capture again
-content          what a computation is made of, as a key: who changes anything gets another
 written          a graph as bytes and back
 operators        what can be said of one operator: its name, what it changes, what it may share memory with
 """

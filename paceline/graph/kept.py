@@ -1,9 +1,9 @@
 """Graphs that are kept on disk, so that the second run of a script need not capture again.
 
-An entry's name is what its computation is made of (`content.py`), as far as Python lets that be found. So an entry that
-is found is held against the computation once more, with all gradients, on the first batch of the run: one that differs
-is dropped, and captured anew. An entry holds its own checksum, too: one that is damaged is as good as none. Beside a
-graph stand notes of whoever uses it, what stages have measured say.
+An entry's name is what its computation comes to: its operators with their numbers, forward and backward, the model's
+modules and shapes, and which packages are installed (`noted_operators.py`). A graph that is found is used only if its
+own operators are those. An entry holds its own checksum, too: one that is damaged is as good as none. Beside a graph
+stand notes of whoever uses it, what stages have measured say. What cannot be followed without values is not kept.
 
 The folder is `graphs` in the user's cache folder (`cache_folder.py`). It is the user's alone: what others could have
 written is not read. The entries used last are kept.
@@ -16,19 +16,17 @@ import hashlib
 import os
 import re
 import stat
+import sys
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
 from paceline.cache_folder import cache_folder
 from paceline.graph.call_graph import CallGraph
-from paceline.graph.capture import Function
-from paceline.graph.content import Content, NotKnown
-from paceline.graph.proof import prove
+from paceline.graph.proof import Proof
 from paceline.graph.shapes import AllShapes
 from paceline.graph.written import CannotBeWritten, read, written
 
@@ -44,38 +42,41 @@ class KeptGraph:
 
     def __init__(
         self,
-        function: Function,
-        model: nn.Module,
-        given: object,
+        proof: Proof,
         shapes: AllShapes,
         begin: Callable[[bool], None] = lambda will_be_kept: None,
         proven: str = "",
     ) -> None:
-        """`begin` is called before a graph is captured, with whether it can be kept as far as is known. `proven`: the
-        `entry` that another device of this run has just proven, for which that is enough."""
+        """`proof`: of the computation. `begin` is called before a graph is captured, with whether it can be kept as far
+        as is known. `proven`: the `entry` that another device of this run has just proven, for which that is enough."""
         self._key: str | None = None
-        self._tensors: list[torch.Tensor] = []
+        self._constants = proof.constants
         self.entry = ""  # the graph's name and checksum, once it is on disk
-        if folder() is not None:
-            with contextlib.suppress(NotKnown):
-                content = Content(function, model, given)
-                self._key, self._tensors = content.key, content.tensors
+        if folder() is not None and (content := proof.content) is not None:
+            self._key = _checksum((_surroundings() + content).encode(errors="surrogatepass")).hex()
         found = self._found()
-        if found is not None and self.entry != proven and not _is_right(found, function, model, given):
+        if found is not None and self.entry != proven and not _is_right(found, proof):
             self._forget()
             found = None
-        self.is_proven = found is not None
+        self._was_kept = self.is_proven = found is not None
+        self._proof = None if self.is_proven else proof  # which holds a batch
         if found is None:
             begin(self._key is not None)
-        shapes.see(given)
-        self.graph: CallGraph = shapes.graph(function, model, given) if found is None else found
+        shapes.see(proof.given)
+        self.graph: CallGraph = found or shapes.graph(proof.function, proof.model, proof.given)
+
+    def prove(self) -> None:
+        """Raises a ModelError unless the graph computes what the function does."""
+        if self._proof is not None:
+            self._proof.prove(self.graph)
+        self.is_proven, self._proof = True, None
 
     def _found(self) -> CallGraph | None:
         """Returns the graph of an earlier run. What cannot be read, whatever it is, is as good as none."""
         note = self.note("graph")
         if note is not None:
             with contextlib.suppress(Exception):
-                found = read(note, self._tensors)
+                found = read(note, self._constants)
                 self.entry = f"{self._key} {_checksum(note).hex()}"
                 return found
         return None
@@ -91,9 +92,9 @@ class KeptGraph:
 
     def keep(self) -> None:
         """Keeps the graph, which has been found right."""
-        if self._key is not None and not self.is_proven:
+        if self._key is not None and not self._was_kept:
             with contextlib.suppress(CannotBeWritten):
-                content = written(self.graph, self._tensors)
+                content = written(self.graph, self._constants)
                 self.add_note("graph", content)
                 self.entry = f"{self._key} {_checksum(content).hex()}"
 
@@ -107,12 +108,23 @@ class KeptGraph:
             _write(f"{self._key}.{name}", content)
 
 
-def _is_right(graph: CallGraph, function: Function, model: nn.Module, given: Any) -> bool:
+def _is_right(graph: CallGraph, proof: Proof) -> bool:
     """Returns whether a graph computes what the function computes. One that cannot be run does not."""
     with contextlib.suppress(Exception):
-        prove(function, model, given, graph)
-        return True
+        return proof.holds(graph)
     return False
+
+
+@cache
+def _surroundings() -> str:
+    """Returns the versions of Python and of all packages, and which code of ours this is."""
+    found = [sys.version, torch.__version__, torch.backends.cpu.get_cpu_capability()]
+    for at in sys.path:
+        if os.path.isdir(at):
+            found += sorted(name for name in os.listdir(at) if name.endswith((".dist-info", ".egg-info")))
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        found.append(f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}")
+    return hashlib.blake2b("\n".join(found).encode()).hexdigest()
 
 
 # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -3,12 +3,13 @@
 torch.export does not notice everything: a user's own `autograd.Function` loses its backward, a number that changes from
 step to step becomes a constant. What is noticed here is refused; nothing of it is silent.
 
-The same operators give the same (`same_operators.py`), and nearly all graphs have those. Where they are not known to be
-the same, both are computed, which takes as long as two steps of one process and the memory of two gradients.
+The same operators give the same (`noted_operators.py`), and nearly all graphs have those. Where they are not known to
+be the same, both are computed, which takes as long as two steps of one process and the memory of two gradients.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from paceline.errors import ModelError
 from paceline.graph.call_graph import CallGraph
 from paceline.graph.capture import Function
 from paceline.graph.inputs import Structure, take_apart
-from paceline.graph.same_operators import same_operators
+from paceline.graph.noted_operators import CannotFollow, Known, NotedOperators, noted_operators
 from paceline.optim.batchnorm import plain_batchnorm
 from paceline.optim.models import own_state
 
@@ -28,23 +29,56 @@ Found = tuple[list[torch.Tensor], list[torch.Tensor | None], list[torch.Tensor],
 CLOSE = 1e-5  # of a tensor's scale: both sides run the same kernels
 
 
-def prove(function: Function, model: nn.Module, given: Any, graph: CallGraph) -> None:
-    """Raises a ModelError unless the graph gives the loss that the function gives, and its gradients if they are on.
-    Tensors are left as they were."""
-    gradients = torch.is_grad_enabled()
-    plain = own_state(model)
-    with plain_batchnorm(plain):
-        inputs, _ = take_apart(given, "batch")
-        numbers: list[str] = []
+class Proof:
+    """Holds graphs against one computation: a function of a model and of what it is given."""
 
-        def theirs() -> Any:
-            tensors, structure = take_apart(function(plain, given), "output")
-            numbers.extend(_numbers(structure))
-            return tensors
+    def __init__(self, function: Function, model: nn.Module, given: Any) -> None:
+        self.function, self.model, self.given = function, model, given
+        self._gradients = torch.is_grad_enabled()
+        self._known: Known = {}
+        self._structure: Structure | None = None  # of what it returns
+        self._theirs = self._noted(self._call)
 
-        same = same_operators(plain, inputs, theirs, lambda: run_whole(graph, plain, given), gradients=gradients)
-    if not same or numbers != _numbers(graph.structure):
-        compare(function, model, given, graph, gradients=gradients)
+    def _call(self, plain: nn.Module) -> list[torch.Tensor]:
+        tensors, self._structure = take_apart(self.function(plain, self.given), "output")
+        return tensors
+
+    def _noted(self, compute: Callable[[nn.Module], Any]) -> NotedOperators | None:
+        plain = own_state(self.model)
+        inputs, _ = take_apart(self.given, "batch")
+        with contextlib.suppress(CannotFollow), plain_batchnorm(plain):
+            return noted_operators(plain, inputs, lambda: compute(plain), self._known, gradients=self._gradients)
+        return None
+
+    @property
+    def constants(self) -> list[torch.Tensor]:
+        """Returns the tensors that are neither the model's nor given; see `NotedOperators`."""
+        return self._theirs.constants if self._theirs is not None else []
+
+    @property
+    def content(self) -> str | None:
+        """Returns all that a graph of this follows from, None if that is not known."""
+        if self._theirs is None or self._structure is None:
+            return None
+        inputs, _ = take_apart(self.given, "batch")
+        tensors = (*self.model.named_parameters(), *self.model.named_buffers(), *enumerate(inputs))
+        shapes = [(name, tuple(t.shape), t.stride(), str(t.dtype), t.requires_grad) for name, t in tensors]
+        modules = [(path, type(module).__qualname__) for path, module in self.model.named_modules()]
+        returned = self._structure.words, _numbers(self._structure)
+        return repr((self._theirs.operators, shapes, modules, returned))
+
+    def holds(self, graph: CallGraph) -> bool:
+        """Returns whether a graph is known to compute the same: by its operators, without computing anything."""
+        if self._theirs is None or self._structure is None or _numbers(self._structure) != _numbers(graph.structure):
+            return False
+        ours = self._noted(lambda plain: run_whole(graph, plain, self.given))
+        return ours is not None and ours.operators == self._theirs.operators
+
+    def prove(self, graph: CallGraph) -> None:
+        """Raises a ModelError unless the graph gives what the function gives, and its gradients if they are on. Tensors
+        are left as they were."""
+        if not self.holds(graph):
+            compare(self.function, self.model, self.given, graph, gradients=self._gradients)
 
 
 def compare(function: Function, model: nn.Module, given: Any, graph: CallGraph, *, gradients: bool) -> None:

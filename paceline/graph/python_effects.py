@@ -1,11 +1,14 @@
-"""What a function does that is no operator, and so is in no graph: it prints, or counts in an attribute of a module."""
+"""What Python does beside operators, and so is in no graph: a function prints, or counts in an attribute of a module;
+and numbers that a graph has for good, and that a script may change."""
 
 from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,6 +33,22 @@ def python_effects(model: nn.Module) -> Iterator[list[str]]:
         for (path, name), value in after.items()
         if (path, name) in before and before[path, name] != value
     ]
+
+
+def numbers_used(function: Callable[..., Any], model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Returns the plain values that a function can see, by where they are and their name: attributes of the model's
+    modules, and what the function itself has around it and in the file that it is in."""
+    found = _attributes(model)
+    while isinstance(function, (partial, types.MethodType)):
+        function = function.func if isinstance(function, partial) else function.__func__
+    if isinstance(function, types.FunctionType):
+        code = function.__code__
+        around = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+        for name, cell in around.items():
+            with suppress(ValueError):  # nothing in it yet
+                found["its function", name] = cell.cell_contents
+        found |= {("its file", name): function.__globals__.get(name) for name in code.co_names}
+    return {place: value for place, value in found.items() if isinstance(value, _PLAIN)}
 
 
 def _attributes(model: nn.Module) -> dict[tuple[str, str], Any]:

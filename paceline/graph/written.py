@@ -20,8 +20,8 @@ import torch
 from torch import fx
 
 from paceline.graph.call_graph import CallGraph
-from paceline.graph.content import NotKnown, bytes_of
 from paceline.graph.inputs import take_apart
+from paceline.graph.noted_operators import CannotFollow, bytes_of
 from paceline.torch_private import is_operator, schema_of
 
 _CONSTANT = (bool, int, float, str, type(None))
@@ -268,8 +268,8 @@ def _with_values(tensor: torch.Tensor) -> Any:
         raise CannotBeWritten(f"a {type(tensor).__name__}")
     try:
         return [list(tensor.shape), str(tensor.dtype).removeprefix("torch."), bytes_of(tensor)]
-    except NotKnown as error:
-        raise CannotBeWritten(str(error)) from error
+    except CannotFollow as error:
+        raise CannotBeWritten("a tensor that is none of torch's own, or very large") from error
 
 
 def _tensor(entry: Any) -> torch.Tensor:

@@ -23,7 +23,7 @@ from torch.autograd.graph import Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline import torch_private
-from paceline.optim.postponed import later_or_now
+from paceline.optim.postponed import write_product
 
 LEAST_ELEMENTS = 1 << 18  # a megabyte: of a smaller gradient the copy takes less time than an operator in Python
 
@@ -233,9 +233,7 @@ class _Embedding(torch.autograd.Function):
 def _product(
     writer: GradientWriter, one: torch.Tensor, other: torch.Tensor, accumulate: Node | None
 ) -> torch.Tensor | None:
-    return _weight_gradient(
-        writer, lambda: later_or_now(lambda: writer.write_product(one, other)), lambda: one @ other, accumulate
-    )
+    return _weight_gradient(writer, lambda: write_product(writer, one, other), lambda: one @ other, accumulate)
 
 
 def _weight_gradient(

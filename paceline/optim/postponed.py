@@ -3,25 +3,47 @@
 Of what a cut model's backward computes, other devices need the gradients of what they have handed on. Gradients of
 weights they do not: those are made later, oldest first, whenever there is nothing to receive (`Peers.meanwhile`), and
 what is left of them at the end of the step.
+
+Such a gradient is a product of two matrices that are narrow if a micro-batch is small, and as large as the weight: to
+add it to what is there takes longer to read and write than to compute. So what waits for the same weight is one product
+of wider matrices.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-Work = Callable[[], None]
+MOST_AT_ONCE = 4  # products of the same weight
+
+
+class ProductWriter(Protocol):
+    """Adds to the gradient of one weight."""
+
+    def write_product(self, one: torch.Tensor, other: torch.Tensor) -> None: ...
+
+
+@dataclass(frozen=True, eq=False)
+class _Product:
+    """What is to be added to a gradient, and in the how many-th backward that was found."""
+
+    backward: int
+    writer: ProductWriter
+    one: torch.Tensor
+    other: torch.Tensor
 
 
 class Postponed:
     """What waits, of one device."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[int, Work]] = deque()  # each with the number of its backward
+        self._waiting: deque[_Product] = deque()
         self._backwards = 0
 
     @contextmanager
@@ -34,18 +56,30 @@ class Postponed:
         finally:
             _postponed.reset(token)
         self._backwards += 1
-        while most_backwards is not None and self._waiting and self._waiting[0][0] < self._backwards - most_backwards:
+        while (
+            most_backwards is not None
+            and self._waiting
+            and self._waiting[0].backward < self._backwards - most_backwards
+        ):
             self.do_one()
 
-    def add(self, work: Work) -> None:
-        self._waiting.append((self._backwards, work))
+    def add(self, writer: ProductWriter, one: torch.Tensor, other: torch.Tensor) -> None:
+        self._waiting.append(_Product(self._backwards, writer, one, other))
 
     def do_one(self) -> bool:
-        """Do what has waited longest; returns whether there was something."""
+        """Do what has waited longest, with what waits for the same weight; returns whether there was something."""
         if not self._waiting:
             return False
+        writer = self._waiting[0].writer
+        found = [product for product in self._waiting if product.writer == writer][:MOST_AT_ONCE]
+        for product in found:
+            self._waiting.remove(product)
         with torch.no_grad():
-            self._waiting.popleft()[1]()
+            if len(found) == 1:
+                writer.write_product(found[0].one, found[0].other)
+            else:  # both are cut along what is summed over
+                one = torch.cat([product.one.t() for product in found]).t()
+                writer.write_product(one, torch.cat([product.other for product in found]))
         return True
 
     def do_all(self) -> None:
@@ -60,10 +94,10 @@ class Postponed:
 _postponed: ContextVar[Postponed | None] = ContextVar("postponed", default=None)
 
 
-def later_or_now(work: Work) -> None:
-    """Have it done: later, inside of a backward of which work may wait, and else at once."""
+def write_product(writer: ProductWriter, one: torch.Tensor, other: torch.Tensor) -> None:
+    """Have a product added to a gradient: later, inside of a backward of which work may wait, and else at once."""
     postponed = _postponed.get()
     if postponed is None:
-        work()
+        writer.write_product(one, other)
     else:
-        postponed.add(work)
+        postponed.add(writer, one, other)

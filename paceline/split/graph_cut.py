@@ -4,16 +4,17 @@ A kind of call is a function (the loss, a metric), the modes its modules are in,
 it is given but for the values of tensors. Its graph is captured when it comes up for the first time. The model itself
 stays whole, and so whatever else a script computes with it is right, on whichever device.
 
-The loss is held against its graph on the first batch of every shape, gradients and all, and its value on batches 2, 4,
-8 …: numbers that change from step to step, and that a graph has for good, come to light there. A graph that an earlier
-run has kept is proven like a new one before it is used (`graph/kept.py`).
+Every kind is held against its graph when it comes up, the loss with its gradients. A graph has numbers for good that a
+script may change: when one of those that can be seen does (`graph/python_effects.py`), and on batches 2, 4, 8 … of a
+training, values are compared. A loss that is another one then is refused, and any other call computed without a graph.
+A graph that an earlier run has kept is proven like a new one before it is used (`graph/kept.py`).
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ from paceline.graph.call_graph import CallGraph
 from paceline.graph.capture import Function
 from paceline.graph.inputs import Structure, take_apart
 from paceline.graph.kept import KeptGraph
-from paceline.graph.proof import compare, prove
-from paceline.graph.python_effects import python_effects
+from paceline.graph.operators import changed_by, changed_groups, name_of
+from paceline.graph.proof import Proof, compare
+from paceline.graph.python_effects import numbers_used, python_effects
 from paceline.graph.shapes import AllShapes
 from paceline.loss_value import LossPart, Weight
 from paceline.optim.models import own_state
@@ -70,9 +72,11 @@ class _Kind:
     kept: KeptGraph
     compute: Compute
     shapes: AllShapes  # its graph is one of
-    times: int = 0  # it was trained on
-    last: int = 0  # the pass of the cut in which that was
-    proven: bool = False  # held against what it was captured from
+    times: int = 0  # it came up
+    last: int = 0  # the pass of the cut in which it did
+    numbers: dict[Any, Any] = field(default_factory=dict)  # that can be seen, when it was held against that last
+    aside: set[Any] = field(default_factory=set)  # of those, the ones that have changed and made no difference
+    wrong: ModelError | None = None  # what was found when it was held against it
 
     @property
     def call(self) -> CallGraph:
@@ -93,7 +97,7 @@ class GraphCut(Cut):
         super().__init__(peers)
         self._kinds: list[_Kind] = []
         self.model: nn.Module
-        self.passes = 0  # that were trained
+        self.passes = 0  # of training, and other calls
         self.tensors: dict[str, torch.Tensor] = {}  # this device's parts of parameters and buffers, by name
 
     def decide(self, kept: KeptGraph, values: list[torch.Tensor]) -> None:
@@ -112,22 +116,33 @@ class GraphCut(Cut):
         self.model = own_state(model)
         given = self.sized(given)
         shapes = AllShapes()
-        with FirstCaptures(self.peers) as first:
-            with python_effects(self.model) as effects:
-                kept = KeptGraph(function, self.model, given, shapes, first.begin, first.proven)
+        with python_effects(self.model) as effects:
+            proof = Proof(function, self.model, given)  # on all devices at the same time
+            with FirstCaptures(self.peers) as first:
+                kept = KeptGraph(proof, shapes, first.begin, first.proven)
                 self._check_loss(kept.graph)
-                if not kept.is_proven:
-                    prove(function, self.model, given, kept.graph)
-            if effects and self.peers.first:
-                warnings.warn(f"cut model: {'; '.join(effects)}: once a graph, not in every step", stacklevel=2)
-            self._keep(kept)
-            first.proven = kept.entry
+                kept.prove()
+                self._keep(kept)
+                first.proven = kept.entry
+        if effects and self.peers.first:
+            warnings.warn(f"cut model: {'; '.join(effects)}: once a graph, not in every step", stacklevel=2)
         tensors, structure = take_apart(given, "batch")
         self.decide(kept, tensors)
-        self._open(kept, _about(function, self.model, tensors), structure, shapes).proven = True
+        self._open(kept, _about(function, self.model, tensors), structure, shapes)
 
-    @staticmethod
-    def _check_loss(call: CallGraph) -> None:
+    def _check_loss(self, call: CallGraph) -> None:
+        parameters, groups = dict(self.model.named_parameters()), changed_groups(call.nodes)
+        for node in call.nodes:
+            for operand in changed_by(node):
+                name = call.names.get(groups.get(operand, operand), "")
+                # Of another type it is a copy.
+                if name in parameters and call.values[operand].dtype == parameters[name].dtype:
+                    raise ModelError(
+                        "model",
+                        type(self.model).__name__,
+                        f"{name_of(node)} changes its parameter {name} in place while the loss is computed, which "
+                        "every device would do, and in every micro-batch; do that between steps",
+                    )
         if not call.tensors or not any(isinstance(value, fx.Node) for value in call.returned):
             expected = "return a scalar tensor, or (sum, count), that is computed with the model"
             raise LossError("loss", "nothing that follows from the model", expected)
@@ -146,13 +161,13 @@ class GraphCut(Cut):
         found = next((kind for kind in self._kinds if kind.fits(about, structure)), None)
         if found is None:
             shapes = next((kind.shapes for kind in self._kinds if kind.is_like(about, structure)), AllShapes())
-            found = self._open(KeptGraph(function, self.model, given, shapes), about, structure, shapes)
+            found = self._open(KeptGraph(Proof(function, self.model, given), shapes), about, structure, shapes)
         return found, tensors
 
     def _open(self, kept: KeptGraph, about: _About, structure: Structure, shapes: AllShapes) -> _Kind:
         if len(self._kinds) == MOST_KINDS:
             del self._kinds[0]
-        self._kinds.append(_Kind(about, structure, kept, self.open(kept.graph), shapes, proven=kept.is_proven))
+        self._kinds.append(_Kind(about, structure, kept, self.open(kept.graph), shapes))
         return self._kinds[-1]
 
     # ── work ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -173,17 +188,30 @@ class GraphCut(Cut):
             if part is not parameter and part.requires_grad != parameter.requires_grad:
                 part.requires_grad_(parameter.requires_grad)
 
-    def look(self, kind: _Kind, batch: Any) -> None:
-        """Holds the loss against its graph, now and then; of a pass that consists of several, for one of them."""
+    def look(self, kind: _Kind, given: Any, *, trains: bool = True) -> None:
+        """Holds a function against its graph, now and then; of a pass that consists of several, for one of them. Raises
+        a ModelError if the graph is of something else."""
+        if kind.wrong is not None:
+            raise kind.wrong
         if kind.last == self.passes:
             return
         kind.times, kind.last = kind.times + 1, self.passes
-        if not kind.proven:
-            prove(kind.about.function, self.model, batch, kind.call)
-            kind.proven = True
-            self._keep(kind.kept)
-        elif kind.times > 1 and not kind.times & (kind.times - 1):
-            compare(kind.about.function, self.model, batch, kind.call, gradients=False)
+        function = kind.about.function
+        numbers = numbers_used(function, self.model)
+        changed = {name for name, value in numbers.items() if kind.numbers.get(name, value) != value} - kind.aside
+        try:
+            if not kind.kept.is_proven:
+                kind.kept.prove()
+                self._keep(kind.kept)
+            elif changed or (trains and kind.times > 1 and not kind.times & (kind.times - 1)):
+                compare(function, self.model, given, kind.call, gradients=False)
+            elif kind.numbers:
+                return
+        except ModelError as error:
+            kind.wrong = error
+            raise
+        kind.aside |= changed
+        kind.numbers = numbers_used(function, self.model)  # it may count itself
 
     def _keep(self, kept: KeptGraph) -> None:
         """Keeps a graph that was held against what it was captured from."""
@@ -191,8 +219,10 @@ class GraphCut(Cut):
             kept.keep()
 
     def call(self, function: Function, model: nn.Module, given: Any) -> Any:
+        self.passes += 1
         try:
             kind, tensors = self.kind_of(function, given)
+            self.look(kind, given, trains=False)
         except ModelError:
             return function(model, given)  # the model is whole
         return kind.call.structure.fill(kind.compute(tensors))

@@ -70,9 +70,9 @@ temperature = 1.0
 def loss(model, x):
     return model(x).square().mean() * temperature
 trainer = pl.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
-for batch in trainer.batches(torch.randn(64, 6), batch_size=8):
+for batch in trainer.batches(torch.randn(56, 6), batch_size=8):
     trainer.step(batch)
-    temperature *= 0.9
+    temperature = 1.0 if trainer.steps < 5 else 0.9
 """
 
 STAGES, TILES = "--stages 2 --micro-batches 2", "--tiles 2"
@@ -106,6 +106,11 @@ REFUSED: dict[str, tuple[str, str, str]] = {
         net(BATCH="[{'scale': float(n)} for n in range(8)], collate=lambda rows: rows[0]",
             LOSS="model(torch.ones(6)).sum()"),
         "batch is 'dict': it has no tensors with a dim of samples to make micro-batches of",
+    ),
+    "changes_a_parameter": (
+        STAGES,
+        net(FORWARD="self.first.weight.detach().clamp_(-1, 1)"),
+        "model is 'Net': clamp_ changes its parameter first.weight in place while the loss is computed",
     ),
     "own_backward_in_stages": (STAGES, script(CONV, OWN_BACKWARD), "--replicas"),
     "a_vector": (

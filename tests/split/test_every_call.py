@@ -1,4 +1,5 @@
-"""A cut model is right in every call: of another kind than the loss makes, on one device alone, by another method."""
+"""A cut model is right in every call: of another kind than the loss makes, on one device alone, by another method, with
+a number that has changed."""
 
 from __future__ import annotations
 
@@ -30,6 +31,15 @@ for batch in trainer.batches((x, y), batch_size=8, epochs=2):
     trainer.drop = trainer.step(batch)
 ask = trainer.predictor()
 told = {"evaluated": [trainer.evaluate((x, y), lambda model, batch: model(*batch)) for _ in range(3)]}
+temperature = 1.0
+def metric(model, batch):
+    return model(*batch) * temperature * model.gain
+model.gain = 1.0
+told["changed"] = [trainer.evaluate((x, y), metric)]
+temperature = 0.5
+told["changed"].append(trainer.evaluate((x, y), metric))
+model.gain = 0.25
+told["changed"].append(trainer.evaluate((x, y), metric))
 told["predicted"] = ask(x[:2]).tolist()
 told["scaled"] = [ask(x[:2], scale=scale).sum().item() for scale in (1.0, 2.0, 3.0)]
 model.eval()
@@ -54,6 +64,7 @@ def test_calls_of_every_kind_are_those_of_the_whole_model(start: Start, flags: s
         for name, value in found.items():
             assert _flat(value) == pytest.approx(_flat(alone[name]), rel=1e-12), name
     assert len(set(alone["evaluated"])) == 1
+    assert len(set(alone["changed"])) == 3
 
 
 def _flat(value: object) -> list[float]:

@@ -25,6 +25,8 @@ class Atom:
         found = self
         while found._same is not None:
             found = found._same
+        if found is not self:
+            self._same = found  # a layer's chain is as long as the model is deep
         return found
 
     def leaves(self) -> list[Atom]:

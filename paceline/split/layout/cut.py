@@ -19,7 +19,6 @@ from paceline.split.cut import SAME, WHOLE, TensorPart
 from paceline.split.graph_cut import GraphCut
 from paceline.split.layout.atoms import Atom, join, leaves
 from paceline.split.layout.axes import Axes, Usage
-from paceline.split.layout.graph_dims import GraphDims
 from paceline.split.layout.model_dims import ModelDims
 from paceline.split.layout.names import Names
 from paceline.split.layout.rewrite import GraphRewriter
@@ -38,6 +37,7 @@ class LayoutCut(GraphCut):
         self._groups, self._coordinates = _along_axes(split.axes, peers)
         self._usage = Usage()
         self._dimensions: ModelDims
+        self._decided: tuple[CallGraph, GraphRewriter]  # by which parameters are cut
         self._axes: Axes
 
     def name_dims(self, dims: Mapping[str, str]) -> None:
@@ -63,8 +63,8 @@ class LayoutCut(GraphCut):
             for dim, axis in self._layout.layout.items():
                 self._tell_of_others(names, dim, axis)
         self._axes = Axes(self._groups, cuts)
-        rewriter = GraphRewriter(dims, self._axes, self._usage, {}, decided=False)
-        rewriter.rewrite()  # to find out how parameters are used
+        rewriter = GraphRewriter(dims, self._axes, self._usage, decides=True)
+        self._decided = kept.graph, rewriter
         if rewriter.whole and self.peers.first:
             most = sorted(rewriter.whole.items(), key=lambda entry: -entry[1])[:3]
             told = ", ".join(f"{name} ({elements:,} elements)" for name, elements in most)
@@ -86,8 +86,7 @@ class LayoutCut(GraphCut):
             )
 
     def open(self, call: CallGraph) -> Callable[[list[torch.Tensor]], list[Any]]:
-        dims, axes = self._as_decided(call)
-        part = GraphRewriter(dims, axes, self._usage, statistics_of(self.model), decided=True).rewrite()
+        part = self._as_decided(call).rewrite(statistics_of(self.model))
         run = part.runs(
             part.nodes,
             [*part.inputs, *part.tensors.values(), *part.constants],
@@ -100,8 +99,10 @@ class LayoutCut(GraphCut):
 
         return compute
 
-    def _as_decided(self, call: CallGraph) -> tuple[GraphDims, Axes]:
-        """Returns the dims of a graph, and the axes: parameters are cut as they are, whatever it joins and splits."""
+    def _as_decided(self, call: CallGraph) -> GraphRewriter:
+        """Returns what rewrites a graph: parameters are cut as they are, whatever it joins and splits."""
+        if call is self._decided[0]:
+            return self._decided[1]
         dimensions = ModelDims(self.model)
         same: dict[Atom, Atom] = {}  # what is one atom there is one here
         for name, dims in dimensions.parameters.items():
@@ -114,7 +115,8 @@ class LayoutCut(GraphCut):
                 raise ModelError(
                     "layout", f"a dim of {atom.size}", "called like this the model divides it further than in the loss"
                 )
-        return found, Axes(self._groups, {atom.find(): axis for atom, axis in cuts.items()})
+        axes = Axes(self._groups, {atom.find(): axis for atom, axis in cuts.items()})
+        return GraphRewriter(found, axes, self._usage, decides=False)
 
     # ── parts ────────────────────────────────────────────────────────────────────────────────────────────
 

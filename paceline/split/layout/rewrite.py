@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,30 +36,60 @@ from paceline.split.layout.graph_dims import GraphDims, Op, flat_dims
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """How an operator is computed on parts."""
+
+    needed: set[Atom]  # that must be whole
+    target: Cuts  # atoms that are in parts, with their axes
+    over: list[str]  # the axes along which results are summands
+    late: set[fx.Node]  # operands that are added after the sum
+
+    def working(self, operand: fx.Node) -> set[str]:
+        """Returns the axes along which an operand is worked on."""
+        return set(self.target.values()) - (set(self.over) if operand in self.late else set())
+
+
 class GraphRewriter:
     """Makes, of a graph of which the dims are known, the one of this device."""
 
-    def __init__(
-        self, dims: GraphDims, axes: Axes, usage: Usage, statistics_of: Mapping[str, Any], *, decided: bool
-    ) -> None:
-        """`statistics_of`: how the statistics of a BatchNorm are added up, by its name. `decided`: `usage` is what
-        holds; otherwise it is found out."""
-        self._dims, self._axes, self._usage, self._decided = dims, axes, usage, decided
+    def __init__(self, dims: GraphDims, axes: Axes, usage: Usage, *, decides: bool) -> None:
+        """`decides`: this is the graph by which `usage` is found out; otherwise that is what holds."""
+        self._dims, self._axes, self._usage = dims, axes, usage
+        self._names = dims.call.names
+        self._cut: dict[fx.Node, Cuts] = {}  # of nodes of the old graph
+        self._plans: dict[fx.Node, _Plan] = {}
+        self.whole: dict[str, int] = {}  # operators that had parts put together for want of a rule: elements
+        call = dims.call
+        for node in (*call.inputs, *call.tensors.values(), *call.constants):
+            self._cut[node] = axes.cuts(dims.dims[node]) if node in self._names else {}
+        for node in call.nodes:
+            self._plan(node, dims.ops[node], decides=decides)
+
+    def _plan(self, node: fx.Node, op: Op, *, decides: bool) -> None:
+        """Finds out along which axes an operator works, and so its result lies."""
+        needed, target = self._works_along(node, op, node.all_input_nodes)
+        summed = {leaf for dim in op.summed for leaf in leaves(dim)}
+        over = [target[atom] for atom in target if atom in summed]
+        late = {given(node)[name] for name in op.late if isinstance(given(node).get(name), fx.Node)}
+        plan = self._plans[node] = _Plan(needed, target, over, late)
+        for operand in node.all_input_nodes if decides else ():
+            if operand in self._names and isinstance(self._dims.dims[operand], list):
+                own = set(self._cut[operand].values())
+                self._usage.note(self._names[operand], plan.working(operand) - own)
+        out_atoms = {leaf for dim in flat_dims(op.out) for leaf in leaves(dim)}
+        self._cut[node] = {atom: axis for atom, axis in target.items() if atom in out_atoms}
+
+    def rewrite(self, statistics_of: Mapping[str, Any]) -> CallGraph:
+        """Returns what this device runs in the place of the whole graph. `statistics_of`: how the statistics of a
+        BatchNorm are added up, by its name."""
         self._statistics_of = statistics_of
         self._graph = fx.Graph()
         self._new: dict[fx.Node, fx.Node] = {}
-        self._cut: dict[fx.Node, Cuts] = {}  # of nodes of the old graph
         self._known: dict[tuple[Any, ...], fx.Node] = {}  # what was made of a node already
-        self._names = dims.call.names
-        self._mode = AROUND
-        self.whole: dict[str, int] = {}  # operators that had parts put together for want of a rule: elements
-
-    def rewrite(self) -> CallGraph:
-        """Returns what this device runs in the place of the whole graph."""
         call = self._dims.call
         for node in (*call.inputs, *call.tensors.values(), *call.constants):
             self._new[node] = self._graph.placeholder(node.name)
-            self._cut[node] = self._axes.cuts(self._dims.dims[node]) if node in self._names else {}
         for node in call.nodes:
             self._mode = node.meta.get("mode", AROUND)
             self._operator(node, self._dims.ops[node])
@@ -78,19 +109,13 @@ class GraphRewriter:
     # ── an operator ──────────────────────────────────────────────────────────────────────────────────────
 
     def _operator(self, node: fx.Node, op: Op) -> None:
-        operands = node.all_input_nodes
-        needed, target = self._works_along(node, op, operands)
-        working = set(target.values())
-        summed = {leaf for dim in op.summed for leaf in leaves(dim)}
-        over = [target[atom] for atom in target if atom in summed]
-        late = {given(node)[name] for name in op.late if isinstance(given(node).get(name), fx.Node)}
+        plan = self._plans[node]
         fitted = {
-            operand: self._fitted(node, operand, needed, target, working - set(over) if operand in late else working)
-            for operand in operands
+            operand: self._fitted(operand, plan.needed, plan.target, plan.working(operand))
+            for operand in node.all_input_nodes
         }
-        self._new[node] = self._local(node, op, target, [self._axes.groups[axis] for axis in over], fitted)
-        out_atoms = {leaf for dim in flat_dims(op.out) for leaf in leaves(dim)}
-        self._cut[node] = {atom: axis for atom, axis in target.items() if atom in out_atoms}
+        groups = [self._axes.groups[axis] for axis in plan.over]
+        self._new[node] = self._local(node, op, plan.target, groups, fitted)
 
     def _works_along(self, node: fx.Node, op: Op, operands: Sequence[fx.Node]) -> tuple[set[Atom], Cuts]:
         """Returns the atoms that must be whole, and those that are in parts with their axes."""
@@ -134,7 +159,7 @@ class GraphRewriter:
                 seen.add(target[atom])
         return None
 
-    def _fitted(self, node: fx.Node, operand: fx.Node, needed: set[Atom], target: Cuts, working: set[str]) -> fx.Node:
+    def _fitted(self, operand: fx.Node, needed: set[Atom], target: Cuts, working: set[str]) -> fx.Node:
         """Returns the operand with the parts that the operator works on."""
         dims, found = self._dims.dims[operand], self._new[operand]
         if not isinstance(dims, list):
@@ -151,11 +176,8 @@ class GraphRewriter:
         return found
 
     def _as_used(self, operand: fx.Node, found: fx.Node, working: set[str]) -> fx.Node:
-        """Notes how a parameter is used, or has it used as was decided."""
+        """Has a parameter used as was decided."""
         name, own = self._names[operand], set(self._cut[operand].values())
-        if not self._decided:
-            self._usage.note(name, working - own)
-            return found
         for axis in self._axes.groups:
             if axis not in own and axis not in working and self._usage.is_summand(name, axis):
                 found = self._once(operand, found, on_parts.heard_once, self._axes.groups[axis])

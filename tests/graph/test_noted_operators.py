@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,8 +16,9 @@ from paceline.errors import ModelError
 from paceline.graph import proof
 from paceline.graph.capture import capture
 from paceline.graph.inputs import take_apart
-from paceline.graph.proof import run_whole
-from paceline.graph.same_operators import same_operators
+from paceline.graph.noted_operators import CannotFollow, noted_operators
+from paceline.graph.proof import Proof, run_whole
+from paceline.torch_private import empty_tensor
 
 
 class Net(nn.Module):
@@ -48,10 +51,16 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def same(one: Callable[[nn.Module, Any], Any], other: Callable[[nn.Module, Any], Any], model: nn.Module) -> bool:
-    given = batch()
-    return same_operators(
-        model, take_apart(given, "batch")[0], lambda: one(model, given), lambda: other(model, given), gradients=True
-    )
+    given, known = batch(), {}  # type: ignore[var-annotated]
+    inputs = take_apart(given, "batch")[0]
+    try:
+        first, second = (
+            noted_operators(model, inputs, partial(compute, model, given), known, gradients=True)
+            for compute in (one, other)
+        )
+    except CannotFollow:
+        return False
+    return first.operators == second.operators
 
 
 def test_a_graph_has_the_operators_of_what_it_was_captured_from() -> None:
@@ -94,6 +103,10 @@ OTHERS: dict[str, Callable[[nn.Module, Any], Any]] = {
     "one more draw": lambda model, given: (torch.rand(1), loss(model, given))[1],
     "a statistic": lambda model, given: (model.norm.running_mean.add_(1), loss(model, given))[1],  # type: ignore[union-attr, operator]
     "a decision by values": lambda model, given: loss(model, given) if given[0].sum() > -1e9 else None,
+    "a weight that is changed at the end": lambda model, given: (loss(model, given), model.fc.weight.detach().mul_(1))[
+        0
+    ],  # type: ignore[union-attr, operator]
+    "a batch that is changed at the end": lambda model, given: (loss(model, given), given[0].mul_(1))[0],
     "a change of a tensor that is nobody's": lambda model, given: (WEIGHTS.mul_(1), loss(model, given))[1],
 }
 
@@ -105,6 +118,40 @@ def test_what_differs_anywhere_is_not_the_same(what: str) -> None:
     assert not same(loss, OTHERS[what], model)
 
 
+class Nowhere(torch.Tensor):
+    """A tensor without memory."""
+
+    @classmethod
+    def __torch_dispatch__(cls, *given: Any) -> Any:  # type: ignore[override]
+        raise AssertionError("it has nothing to compute with")
+
+
+def nowhere() -> torch.Tensor:
+    return empty_tensor(Nowhere, (200, 200))
+
+
+def large() -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng().random((200, 200)))
+
+
+def test_constants_go_by_their_values_however_large() -> None:
+    model = Net()
+
+    def with_large(model: nn.Module, given: Any) -> torch.Tensor:
+        return loss(model, given) + large().mean()
+
+    assert not same(with_large, with_large, model)  # each call has values of its own
+
+
+def test_tensors_without_values_to_look_at_are_not_the_same() -> None:
+    one, other = nowhere(), nowhere()
+
+    def plus(constant: torch.Tensor) -> Callable[[nn.Module, Any], torch.Tensor]:
+        return lambda model, given: loss(model, given) + constant.mean()
+
+    assert not same(plus(one), plus(other), Net())
+
+
 def test_values_are_computed_only_where_operators_do_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     model, given, computed = Net(), batch(), []
 
@@ -113,9 +160,9 @@ def test_values_are_computed_only_where_operators_do_not_tell(monkeypatch: pytes
 
     monkeypatch.setattr(proof, "compare", compare)
     graph = capture(loss, model, given)
-    proof.prove(loss, model, given, graph)
+    Proof(loss, model, given).prove(graph)
     assert not computed
-    proof.prove(with_factor, model, given, graph)
+    Proof(with_factor, model, given).prove(graph)
     assert len(computed) == 1
 
 
@@ -127,4 +174,4 @@ def test_a_number_that_is_returned_beside_the_loss_and_changes_is_refused() -> N
 
     graph = capture(counted, model, given)
     with pytest.raises(ModelError, match=r"gives another number beside the loss \(\d and \d\) when it is called again"):
-        proof.prove(counted, model, given, graph)
+        Proof(counted, model, given).prove(graph)

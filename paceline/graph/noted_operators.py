@@ -1,10 +1,10 @@
-"""Whether a graph and what it was captured from come to the same operators, forward and backward: seen without
-computing any of them.
+"""What a computation comes to, as a list of operators, forward and backward: seen without computing any of them.
 
-Both are run on tensors that have a shape and no values, and every operator that torch would carry out is noted, below
+It is run on tensors that have a shape and no values, and every operator that torch would carry out is noted, below
 autograd: which one, with which numbers, on which results of others. Two lists that are the same have the same results,
-to the last bit, on any batch. So this proves more than values do, in a fraction of a second, however large model and
-batch are. Lists that differ prove nothing, nor does what cannot be followed without values: then values have to tell
+to the last bit, on any batch. So a graph that has the list of the function it was captured from is right, which takes a
+fraction of a second to see, however large model and batch are; and a list says which graph is looked for among those of
+earlier runs. Lists that differ prove nothing, nor does what cannot be followed without values: then values have to tell
 (`proof.py`).
 
 Operators that nobody needs the results of are left out: a graph has lost those.
@@ -12,6 +12,7 @@ Operators that nobody needs the results of are left out: a graph has lost those.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.graph.content import bytes_of
 from paceline.graph.operators import changes_unsaid
 from paceline.torch_private import QuickDispatchMode, empty_tensor, plain_function, schema_of, tree_leaves, tree_map
 
-MOST_BYTES = 1 << 16  # of a tensor that is none of the model's, whose values are looked at
+MOST_BYTES = 256 << 20  # of a tensor that is none of the model's, whose values are looked at
 _DEVICE = "prim::device"
 _NEW_CONSTANT = ("aten::lift_fresh", "aten::lift_fresh_copy")  # `torch.tensor(…)`, as it is called and in a graph
 _THE_SAME = ("aten::detach", "aten::alias")  # below autograd
@@ -31,7 +31,7 @@ _CPU, _META = torch.device("cpu"), torch.device("meta")
 
 
 # What operators give, as shapes, strides and types, by all that this depends on. A model has many alike.
-_Known = dict[Any, list[tuple[torch.Size, tuple[int, ...], torch.dtype]]]
+Known = dict[Any, list[tuple[torch.Size, tuple[int, ...], torch.dtype]]]
 
 
 class CannotFollow(Exception):
@@ -50,33 +50,33 @@ class _Call:
     has_effect: bool  # beside that
 
 
-def same_operators(
-    model: nn.Module, inputs: list[torch.Tensor], one: Callable[[], Any], other: Callable[[], Any], *, gradients: bool
-) -> bool:
-    """Returns whether two computations with this model and these inputs are known to be the same, gradients and all.
-    Tensors are left as they were."""
-    try:
-        known: _Known = {}
-        first, second = (_operators(model, inputs, compute, known, gradients) for compute in (one, other))
-        return first == second
-    except Exception:  # whatever it is that does not work without values
-        return False
+@dataclass(frozen=True)
+class NotedOperators:
+    """The operators that something follows from, and the tensors that they use and that are not the model's, each once
+    and in the order in which they came up: those of another run can stand in their places."""
+
+    operators: list[Any]
+    constants: list[torch.Tensor]
 
 
-def _operators(
-    model: nn.Module, inputs: list[torch.Tensor], compute: Callable[[], Any], known: _Known, gradients: bool
-) -> list[Any]:
-    """Returns the operators of a computation, those that something follows from."""
+def noted_operators(
+    model: nn.Module, inputs: list[torch.Tensor], compute: Callable[[], Any], known: Known, *, gradients: bool
+) -> NotedOperators:
+    """Returns what a computation with this model and these inputs comes to, with all gradients if they are wanted.
+    Tensors are left as they were. `known`: what is to be found out once for several of them."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     tensors |= {f"input {number}": tensor for number, tensor in enumerate(inputs)}
     noting = _Noting({id(tensor): name for name, tensor in tensors.items()}, known)
-    with noting, torch.set_grad_enabled(gradients):
-        returned = [leaf for leaf in tree_leaves(compute()) if isinstance(leaf, torch.Tensor)]
-        found: Iterable[torch.Tensor | None] = ()
-        if gradients and returned and returned[0].requires_grad:
-            wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            found = torch.autograd.grad(returned[0].sum(), wanted, allow_unused=True)
-    return noting.needed_for([*returned, *found], {name for name, _ in model.named_buffers()})
+    try:
+        with noting, torch.set_grad_enabled(gradients):
+            returned = [leaf for leaf in tree_leaves(compute()) if isinstance(leaf, torch.Tensor)]
+            found: Iterable[torch.Tensor | None] = ()
+            if gradients and returned and returned[0].requires_grad:
+                wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+                found = torch.autograd.grad(returned[0].sum(), wanted, allow_unused=True)
+        return NotedOperators(noting.needed_for([*returned, *found], set(tensors)), noting.constants)
+    except Exception as error:  # whatever it is that does not work without values
+        raise CannotFollow from error
 
 
 class _Shape(torch.Tensor):
@@ -101,7 +101,7 @@ class _Shape(torch.Tensor):
 class _Noting(QuickDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the operators that are called inside of it, and carries out none."""
 
-    def __init__(self, named: Mapping[int, str], known: _Known) -> None:
+    def __init__(self, named: Mapping[int, str], known: Known) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._known = known
         self._calls: list[_Call] = []
@@ -110,6 +110,7 @@ class _Noting(QuickDispatchMode):  # type: ignore[no-untyped-call]
         self._outer: dict[int, torch.Tensor] = {}  # of what has no values, by identity: the tensor it stands for
         self._inner: dict[int, torch.Tensor] = {}  # of tensors that do have values
         self._alive: list[Any] = []  # identities are those of what lives
+        self.constants: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -192,7 +193,7 @@ class _Noting(QuickDispatchMode):  # type: ignore[no-untyped-call]
     def _name(self, tensor: torch.Tensor) -> Any:
         if (name := self._names.get(id(tensor))) is None:
             name = self._names[id(tensor)] = _constant(tensor)
-            self._alive.append(tensor)
+            self.constants.append(tensor)
         return name
 
     def _without_values(self, leaf: Any) -> Any:
@@ -213,7 +214,7 @@ class _Noting(QuickDispatchMode):  # type: ignore[no-untyped-call]
         if (outer := self._outer.get(id(leaf))) is None:
             outer = self._outer[id(leaf)] = _Shape.of(leaf)
             self._alive += [leaf, outer]
-        if outer.shape != leaf.shape:
+        if outer.shape != leaf.shape or outer.stride() != leaf.stride():
             raise CannotFollow  # it was given another shape
         return outer
 
@@ -229,11 +230,11 @@ class _Noting(QuickDispatchMode):  # type: ignore[no-untyped-call]
 
     # ── what is needed ───────────────────────────────────────────────────────────────────────────────────
 
-    def needed_for(self, results: list[torch.Tensor | None], buffers: set[str]) -> list[Any]:
-        """Returns the operators that these results or changes of the buffers follow from, and the results."""
+    def needed_for(self, results: list[torch.Tensor | None], given: set[str]) -> list[Any]:
+        """Returns the operators that these results or changes of what was given follow from, and the results."""
         names = [None if result is None else self._name(result) for result in results]
         needed = set(names)
-        memory: set[Any] = buffers | {self._memory.get(name, name) for name in names}
+        memory: set[Any] = given | {self._memory.get(name, name) for name in names}
         calls: list[_Call] = []
         for call in reversed(self._calls):
             if call.has_effect or needed.intersection(call.gives) or memory.intersection(call.changes):
@@ -252,10 +253,16 @@ class _Noting(QuickDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _constant(tensor: torch.Tensor) -> Any:
-    """Returns what a tensor that is none of the model's goes by: its values, or where they lie."""
-    if tensor.layout != torch.strided:
-        raise CannotFollow
+    """Returns what a tensor that is none of the model's goes by: its values."""
     about = (str(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride()), tensor.requires_grad)
-    if tensor.nbytes > MOST_BYTES:
-        return (*about, tensor.data_ptr())
-    return (*about, bytes_of(tensor))
+    return (*about, hashlib.blake2b(bytes_of(tensor), digest_size=20).hexdigest())
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Returns the values of a tensor."""
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device == _CPU and tensor.layout == torch.strided
+    if not plain or tensor.nbytes > MOST_BYTES:
+        raise CannotFollow
+    if not tensor.numel():
+        return b""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
