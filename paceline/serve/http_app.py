@@ -31,6 +31,7 @@ from paceline.serve.for_people import read_predict, write_predict
 from paceline.serve.http_request import GoneAway, HttpRequest, WhileThere
 from paceline.serve.model_pool import busy
 from paceline.serve.open_inference import (
+    check_sizes,
     common_rows,
     config,
     decode_json,
@@ -40,7 +41,7 @@ from paceline.serve.open_inference import (
     write_answer,
 )
 from paceline.serve.openapi import openapi, openapi_page
-from paceline.serve.request_error import BAD, UNAUTHORIZED, UNKNOWN, RequestError, bad
+from paceline.serve.request_error import BAD, NOT_COMPUTED, UNAUTHORIZED, UNKNOWN, RequestError, bad
 from paceline.serve.served_model import ServedAnswer, ServedModel
 from paceline.serve.served_tensor import ModelDescription, ServedTensor
 
@@ -186,9 +187,18 @@ class HttpApp:
         return Response(data, headers=_about(answer), media_type=_JSON)
 
     async def _computed(self, request: HttpRequest, inputs: dict[str, Any], version: int | None) -> ServedAnswer:
+        if self._description.declared:
+            check_sizes(inputs, self._inputs or [])
         rows = common_rows(inputs) if self._description.in_rows else 0
         with WhileThere(request.receive):
-            answer = await self._model.answer(inputs, rows, request.deadline_s(self._settings.deadline_s), version)
+            try:
+                deadline_s = request.deadline_s(self._settings.deadline_s)
+                answer = await self._model.answer(inputs, rows, deadline_s, version)
+            except RequestError as error:
+                if error.status == NOT_COMPUTED and self._inputs:
+                    takes = ", ".join(spec.words for spec in self._inputs)
+                    raise RequestError(NOT_COMPUTED, f"{error} (the model takes {takes})") from None
+                raise
         self._model.metrics.answers.inc()
         if self._inputs is None:  # the first request that was answered tells what the model takes
             self._inputs = specs_of(inputs, rows=rows > 0)

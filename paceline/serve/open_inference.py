@@ -12,7 +12,7 @@ Without that header everything is JSON. Whatever is wrong with a request is one 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,6 +137,14 @@ def check_inputs(arrays: dict[str, np.ndarray], specs: list[ServedTensor] | None
         if array.ndim != len(spec.shape):
             raise wrong(f"shape of {spec.name}", list(array.shape))
     return {spec.name: arrays[spec.name] for spec in specs}
+
+
+def check_sizes(arrays: Mapping[str, np.ndarray], specs: Sequence[ServedTensor]) -> None:
+    """Raises of an array that has another size than its model takes, where that is said."""
+    for spec in specs:
+        shape = arrays[spec.name].shape
+        if any(size not in (ANY, given) for size, given in zip(spec.shape, shape, strict=True)):
+            raise bad(f"shape of {spec.name}", list(shape), f"the model takes {spec.words}")
 
 
 def cast(data: Any, dtype: np.dtype[Any], field: str) -> np.ndarray:

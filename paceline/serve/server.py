@@ -186,7 +186,7 @@ async def _begin(settings: ServeSettings, templates: Sequence[Template], model: 
     unlike = list(dict.fromkeys(templates))
     described = await asyncio.gather(*(asyncio.to_thread(template.open) for template in unlike))
     if settings.inputs:
-        described = [msgspec.structs.replace(one, inputs=settings.inputs) for one in described]
+        described = [msgspec.structs.replace(one, inputs=settings.inputs, declared=True) for one in described]
     description = described[0]
     if settings.ensemble is not None:
         by_template = dict(zip(unlike, described, strict=True))
