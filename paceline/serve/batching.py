@@ -153,10 +153,14 @@ class RequestQueue:
             del self.waiting[asked.number]
         return late
 
+    def alone_s(self, asked: Asked) -> float:
+        """Returns how many seconds a process is at this request if it is alone; 0 if nobody can tell."""
+        return self._time(asked.shape).of(max(1, asked.rows))
+
     def predicted_s(self, asked: Asked, now: float) -> float:
         """Returns after how many seconds this request would be answered, as far as can be told."""
         time, ahead = self._time(asked.shape), self._ahead_of(asked.version)
-        own = time.of(max(1, asked.rows))
+        own = self.alone_s(asked)
         if ahead.is_free:
             return own
         rows, joined_s = ahead.partly.get(asked.shape, (0, 0.0)) if asked.joins else (0, 0.0)

@@ -12,6 +12,7 @@ the next ones until it has answered: its own queue foresees that it will not be 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -92,10 +93,13 @@ class EnsemblePool:
         }
 
     async def load(self) -> int:
-        """Takes what the members' sources have now as new versions of all of them, and returns the ensemble's."""
-        for found in await asyncio.gather(*(pool.load() for pool in self._pools.values()), return_exceptions=True):
-            if isinstance(found, BaseException):
-                raise found
+        """Takes what the members' sources have now as new versions of all of them, or if that fails of none, and
+        returns the ensemble's."""
+        async with contextlib.AsyncExitStack() as all_loaded:
+            loading = [all_loaded.enter_async_context(pool.loading()) for pool in self._pools.values()]
+            for found in await asyncio.gather(*loading, return_exceptions=True):
+                if isinstance(found, BaseException):
+                    raise found
         version = self.version
         assert version is not None
         return version

@@ -12,10 +12,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
-from paceline.errors import CheckpointError, PacelineError
+from paceline.errors import CheckpointError, PacelineError, ReplicaDied
 from paceline.serve.batching import Asked, Refusal, RequestQueue
 from paceline.serve.model_process import Answered, Died, Event, Failed, Ready
 from paceline.serve.request_error import NOT_COMPUTED, REFUSED, TOO_LATE, UNAVAILABLE, UNKNOWN, RequestError
@@ -172,7 +172,13 @@ class ModelPool:
             pending.timer = loop.call_later(late_s, self._too_late, pending)
             return
         else:
-            error = RequestError(TOO_LATE, "the model has not answered in time: give a later deadline")
+            usual_s, given_s = self.queue.alone_s(pending.asked), pending.asked.deadline - pending.arrived
+            if given_s < usual_s:  # it found a free process, and was let try
+                self.metrics.refused.labels("deadline").inc()
+                why = f"its answer takes about {usual_s:.3g} s and its deadline was after {given_s:.3g} s"
+                error = RequestError(REFUSED, f"{why}: give a later deadline", usual_s)
+            else:
+                error = RequestError(TOO_LATE, "the model has not answered in time: give a later deadline")
         pending.future.set_exception(error)
 
     def _dispatch(self) -> None:
@@ -214,7 +220,7 @@ class ModelPool:
                     _settle(pending, error)
             self._forget_the_gone()
         elif isinstance(event, Died):
-            self._died(name, member, event.reason)
+            self._died(name, member, event)
 
     def _answered(self, name: str, member: VersionProcess, event: Answered) -> None:
         batch = self.queue.answered(name, time.monotonic())
@@ -240,10 +246,13 @@ class ModelPool:
         for number in [number for number in self.queue.waiting if number not in self._pending]:
             self.queue.leave(number)
 
-    def _died(self, name: str, member: VersionProcess, reason: str) -> None:
+    def _died(self, name: str, member: VersionProcess, died: Died) -> None:
         if not member.started.done():
-            member.started.set_exception(CheckpointError(reason))
+            why = CheckpointError if died.broken else ReplicaDied
+            member.started.set_exception(why(died.reason))
             return
+        if name not in self.queue.running:
+            return  # nobody has asked it yet: `_take_in` will see
         self.metrics.deaths.inc()
         given_up = {asked.number for asked in self.queue.remove_process(name)}
         self._ready.set(len(self.queue.running))
@@ -254,23 +263,45 @@ class ModelPool:
         self._forget_the_gone()
         member.batch = []
         if self._wants(member.version):
-            self._note(f"process {name} has ended ({reason}) and is replaced")
+            self._note(f"process {name} has ended ({died.reason}) and is replaced")
             self._processes.spawn(self._replace(name))
         else:
             self._processes.drop(name)
+            self._give_up_on(member.version)
+
+    def _give_up_on(self, version: int) -> None:
+        """Tells those who asked for a version by its number, of which no process is left."""
+        if version in self.queue.versions:
+            return
+        for number in [number for number, asked in self.queue.waiting.items() if asked.version == version]:
+            self.queue.leave(number)
+            error = RequestError(UNAVAILABLE, f"the last process of version {version} died: ask for another version")
+            _settle(self._pending[number], error)
 
     # ── versions ─────────────────────────────────────────────────────────────────────────────────────────────
 
     async def load(self) -> int:
         """Takes what the source has now as a new version, and returns its number."""
+        async with self.loading() as version:
+            return version
+
+    @contextlib.asynccontextmanager
+    async def loading(self) -> AsyncIterator[int]:
+        """A block at whose beginning a new version is ready, of what the source has now, and from whose end on it
+        answers; if the block fails, all is as it was."""
         async with self._loading:
             try:
                 version, names = await self._processes.make_version()
             except PacelineError:
                 self.metrics.reloads.labels("failed").inc()
                 raise
+            try:
+                yield version
+            except BaseException:
+                self._processes.discard(version, names)
+                raise
             for name in names:
-                self.queue.add_process(name, version)
+                self._take_in(name)
             self.queue.version = version
             self.metrics.reloads.labels("loaded").inc()
             self.metrics.version.labels(self._member).set(version)
@@ -278,7 +309,14 @@ class ModelPool:
                 self.metrics.step.labels(self._member).set(step)
             self._dispatch()
             self._retire()
-            return version
+
+    def _take_in(self, name: str) -> None:
+        """Has a process that has been ready be asked from now on; it may have died since."""
+        member = self._processes.by_name[name]
+        if member.process.alive:
+            self.queue.add_process(name, member.version)
+        else:
+            self._processes.spawn(self._replace(name))
 
     async def unload(self) -> None:
         """Has nobody answer any more. What is being computed is still answered; what waits is not."""
@@ -316,7 +354,7 @@ class ModelPool:
     async def _replace(self, name: str) -> None:
         new = await self._processes.replace(name, self._wants)
         if new is not None:
-            self.queue.add_process(new, self._processes.by_name[new].version)
+            self._take_in(new)
             self._dispatch()
         self._retire()
 
@@ -334,7 +372,7 @@ class ModelPool:
             member = self._processes.by_name[name]
             if batch and now - member.since > self._stuck_s:
                 member.process.kill()
-                self._died(name, member, f"it had been at one batch for {now - member.since:.0f} s")
+                self._died(name, member, Died(f"it had been at one batch for {now - member.since:.0f} s", None))
 
     async def close(self) -> None:
         """Ends all processes. What is being computed gets no answer: drain before."""

@@ -220,13 +220,13 @@ async def _look(model: ServedModel, reload: asyncio.Event) -> None:
     while True:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(reload.wait(), LOOK_S)
-        if not reload.is_set():
-            await model.look()
-            continue
-        reload.clear()
         try:
+            if not reload.is_set():
+                await model.look()
+                continue
+            reload.clear()
             _say(f"version {await model.load()} answers from now on")
-        except PacelineError as error:
+        except (PacelineError, OSError) as error:
             _say(f"a new version was not loaded, and all is as it was: {error}")
 
 
