@@ -127,8 +127,12 @@ class EnsemblePool:
         self.metrics.refused.labels("quorum").inc()
         return refusals[self._quorum - (len(found) - len(refusals)) - 1]
 
-    async def answer(self, inputs: Arrays, rows: int, deadline_s: float, version: int | None) -> ServedAnswer:
-        """Returns the answer of the members that are in time; RequestError says why there is none."""
+    def ask(self, inputs: Arrays, rows: int, deadline_s: float, version: int | None) -> asyncio.Future[ServedAnswer]:
+        """Returns what will have the answer of the members that are in time, or the RequestError that says why there is
+        none. Whoever cancels it has gone away."""
+        return asyncio.ensure_future(self._answer(inputs, rows, deadline_s, version))
+
+    async def _answer(self, inputs: Arrays, rows: int, deadline_s: float, version: int | None) -> ServedAnswer:
         number, versions = self._wanted(version)
         asked: dict[str, Pending] = {}
         errors: dict[str, RequestError] = {}

@@ -88,8 +88,15 @@ class HttpRequest:
             size, more = size + len(pieces[-1]), message["more_body"]
             if size > most:
                 raise RequestError(TOO_LARGE, f"the body has more than {most} bytes: that many are allowed")
-        body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        encoding = self._headers.get(b"content-encoding", b"").decode("latin1").strip().lower()
+        return self.unpacked(pieces[0] if len(pieces) == 1 else b"".join(pieces), most)
+
+    def unpacked(self, body: bytes, most: int) -> bytes:
+        """Returns the body as it was before it was packed, of at most so many bytes."""
+        if len(body) > most:
+            raise RequestError(TOO_LARGE, f"the body has {len(body)} bytes: {most} are allowed")
+        if b"content-encoding" not in self._headers:
+            return body
+        encoding = self._headers[b"content-encoding"].decode("latin1").strip().lower()
         return body if encoding in ("", "identity") else _unpacked(body, encoding, most)
 
 

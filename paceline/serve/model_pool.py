@@ -14,6 +14,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from paceline.errors import CheckpointError, PacelineError, ReplicaDied
 from paceline.serve.batching import Asked, Refusal, RequestQueue
@@ -114,19 +115,20 @@ class ModelPool:
         now = time.monotonic()
         return self.queue.refusal(now + deadline_s, now)
 
-    async def answer(self, inputs: Arrays, rows: int, deadline_s: float, version: int | None) -> ServedAnswer:
-        """Returns the model's answer; RequestError says why there is none. Whoever cancels this has gone away.
+    def ask(self, inputs: Arrays, rows: int, deadline_s: float, version: int | None) -> asyncio.Future[ServedAnswer]:
+        """Takes a request, and returns what will have its answer, or the RequestError that says why there is none; one
+        that is refused at once raises it. Whoever cancels it has gone away.
 
         What is being computed when its deadline passes is waited for as long again: it is nearly there, and whoever
         does not wait for it has gone away."""
         pending = self.submit(inputs, rows, deadline_s, version, late_s=deadline_s)
-        try:
-            return await pending.future
-        except asyncio.CancelledError:
+        pending.future.add_done_callback(partial(self._asked, pending))
+        return pending.future
+
+    def _asked(self, pending: Pending, future: asyncio.Future[ServedAnswer]) -> None:
+        if future.cancelled():
             self.metrics.left.inc()
-            raise
-        finally:
-            self.withdraw(pending)
+        self.withdraw(pending)
 
     def submit(self, inputs: Arrays, rows: int, deadline_s: float, version: int | None, *, late_s: float) -> Pending:
         """Takes a request, whose answer or RequestError will be in its future; raises if it is refused at once.

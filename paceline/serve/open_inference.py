@@ -27,6 +27,9 @@ MOST_DIMS = 32
 _KINDS = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}  # which numbers of JSON may become what
 
 
+_TYPES = {datatype: np.dtype(name) for datatype, name in NUMPY_NAMES.items()}
+
+
 class _TensorParameters(msgspec.Struct, frozen=True):
     binary_data_size: int | None = None
     binary_data: bool | None = None
@@ -132,8 +135,8 @@ def check_inputs(arrays: dict[str, np.ndarray], specs: list[ServedTensor] | None
         if spec.name not in arrays:
             raise wrong("inputs", list(arrays), f"{spec.name} is missing, ")
         array = arrays[spec.name]
-        if (datatype := DATATYPES[array.dtype.name]) != spec.datatype:
-            raise wrong(f"datatype of {spec.name}", datatype)
+        if array.dtype != _TYPES.get(spec.datatype):
+            raise wrong(f"datatype of {spec.name}", DATATYPES[array.dtype.name])
         if array.ndim != len(spec.shape):
             raise wrong(f"shape of {spec.name}", list(array.shape))
     return {spec.name: arrays[spec.name] for spec in specs}

@@ -35,7 +35,7 @@ from paceline.serve.ensemble_pool import EnsemblePool
 from paceline.serve.followed_container import FollowedContainer, FollowRequest
 from paceline.serve.http_app import HttpApp, HttpSettings
 from paceline.serve.model_pool import ModelPool
-from paceline.serve.refusing_protocol import RefusingProtocol
+from paceline.serve.quick_protocol import QuickProtocol
 from paceline.serve.served_model import ServedModel
 from paceline.serve.served_tensor import ANY, ModelDescription, ServedTensor
 from paceline.serve.serving_metrics import ServingMetrics
@@ -242,7 +242,7 @@ def _http_config(settings: ServeSettings, app: HttpApp) -> uvicorn.Config:
     certificate, key = settings.tls if settings.tls is not None else (None, None)
     return uvicorn.Config(
         app,
-        http=RefusingProtocol,
+        http=QuickProtocol,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -125,7 +125,7 @@ def made_pool(
 
 
 async def answers(pool: Any, version: int | None = None) -> tuple[int, float]:
-    answer = await pool.answer(ROW, 1, LONG_S, version)
+    answer = await pool.ask(ROW, 1, LONG_S, version)
     return answer.version, float(answer.outputs["y"][0, 0])
 
 
@@ -166,7 +166,7 @@ def test_who_asks_for_a_version_whose_last_process_dies_is_told_at_once(tmp_path
     async def test(pool: ModelPool, _: Any, notes: list[str]) -> None:
         await pool.load()
         (tmp_path / "hold").touch()
-        holding = asyncio.ensure_future(pool.answer({"x": np.full((1, 2), 5, np.float32)}, 1, LONG_S, None))
+        holding = pool.ask({"x": np.full((1, 2), 5, np.float32)}, 1, LONG_S, None)
         await until(lambda: any(pool.queue.running.values()))
         waiting = asyncio.ensure_future(answers(pool, version=1))
         await until(lambda: bool(pool.queue.waiting))
