@@ -124,8 +124,10 @@ class RequestQueue:
 
     def refusal(self, deadline: float, now: float) -> Refusal | None:
         """Returns why no request, whatever it is, could be answered by then; None: one might."""
+        if any(not state.running and state.version == self._version for state in self._processes.values()):
+            return None
         ahead = self._ahead_of(None)
-        if ahead.is_free:
+        if not ahead.states:  # there is nothing to tell anything by
             return None
         joined_s = max((seconds for _, seconds in ahead.partly.values()), default=0.0)
         shortest_s = min((time.of(1) for time in self._times.values()), default=0.0)
@@ -236,6 +238,11 @@ class RequestQueue:
     def running(self) -> dict[str, list[Asked]]:
         """Returns what each process is at."""
         return {name: list(state.running) for name, state in self._processes.items()}
+
+    @property
+    def processes(self) -> int:
+        """Returns how many processes there are."""
+        return len(self._processes)
 
     @property
     def versions(self) -> set[int]:

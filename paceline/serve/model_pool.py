@@ -64,7 +64,8 @@ class ModelPool:
         together."""
         self.queue, self.metrics, self._source, self._note, self._member = queue, metrics, source, note, member
         self._pads = frozenset(pads)
-        self._depth, self._ready = metrics.queue_depth.labels(member), metrics.processes.labels(member)
+        metrics.queue_depth.labels(member).set_function(lambda: len(queue.waiting))
+        metrics.processes.labels(member).set_function(lambda: queue.processes)
         self._stuck_s = STUCK_S + 10 * deadline_s
         self._processes = VersionProcesses(template, source, cores, heard=self._heard, note=note)
         self._pending: dict[int, Pending] = {}
@@ -189,13 +190,12 @@ class ModelPool:
             member = self._processes.by_name[name]
             member.batch = [self._pending[asked.number] for asked in batch]
             member.since = now
+            member.process.ask(put_together([pending.inputs for pending in member.batch]))
             for pending in member.batch:
                 pending.began = now
                 self.metrics.queue_seconds.observe(now - pending.arrived)
-            member.process.ask(put_together([pending.inputs for pending in member.batch]))
             self.metrics.batch_requests.observe(len(batch))
             self.metrics.batch_rows.observe(max(1, sum(asked.rows for asked in batch)))
-        self._depth.set(len(self.queue.waiting))
 
     # ── what processes say ───────────────────────────────────────────────────────────────────────────────────
 
@@ -205,8 +205,10 @@ class ModelPool:
             return
         for event in member.process.events():
             self._take(name, member, event)
-        self._dispatch()
-        self._retire()
+        if self.queue.waiting:
+            self._dispatch()
+        if member.version != self.queue.version:
+            self._retire()
 
     def _take(self, name: str, member: VersionProcess, event: Event) -> None:
         if isinstance(event, Ready):
@@ -257,7 +259,6 @@ class ModelPool:
             return  # nobody has asked it yet: `_take_in` will see
         self.metrics.deaths.inc()
         given_up = {asked.number for asked in self.queue.remove_process(name)}
-        self._ready.set(len(self.queue.running))
         for pending in member.batch:
             if pending.asked.number in given_up:
                 error = RequestError(UNAVAILABLE, "the process that computed this died, and so did the next", 1.0)
@@ -364,7 +365,6 @@ class ModelPool:
         for name in self.queue.retired():
             self.queue.remove_process(name)
             self._processes.drop(name)
-        self._ready.set(len(self.queue.running))
         self._processes.forget_versions(self.queue.version)
 
     def _kill_the_stuck(self) -> None:

@@ -32,6 +32,7 @@ FIRST_BYTES = 1 << 16  # of such memory, when it is made
 _ALIGN = 64
 _LENGTH = struct.Struct("=Q")
 _PLAIN = frozenset((type(None), bool, int, float, str))
+_LISTS: dict[type, str] = {list: "list", tuple: "tuple"}
 _ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder()
 _NAMES = {np.dtype(kind): np.dtype(kind).name for kind in "?bBhHiIlLqQefdFD"}  # to ask a type for its name takes long
 
@@ -140,6 +141,8 @@ class _Description:
             return self._array(StackedRows([value]), _NAMES.get(value.dtype), list(value.shape))
         if isinstance(value, dict):
             return ["dict", [[self.of(key), self.of(entry)] for key, entry in value.items()]]
+        if (kind := _LISTS.get(type(value))) is not None:
+            return [kind, [self.of(entry) for entry in value]]
         if isinstance(value, StackedRows):
             return self._array(value, _NAMES.get(value.parts[0].dtype), value.shape)
         if "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor):
@@ -147,7 +150,7 @@ class _Description:
             return self._array(StackedRows([seen]), dtype, list(value.shape))
         if isinstance(value, tuple) and hasattr(value, "_asdict"):
             return self.of(value._asdict())
-        if isinstance(value, list | tuple):
+        if isinstance(value, list | tuple):  # of a class of one's own
             return ["list" if isinstance(value, list) else "tuple", [self.of(entry) for entry in value]]
         raise NotSharable(f"a {type(value).__name__}")
 
