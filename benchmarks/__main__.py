@@ -43,6 +43,8 @@ SUITE = (
     "stages",
     "predict",
     "serving",
+    "served_cuts",
+    "overload",
     "quantize",
     "tiles",
     "published",

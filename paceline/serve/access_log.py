@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from typing import IO, Any
@@ -16,6 +17,7 @@ class AccessLog:
 
     def __init__(self, path: str | None) -> None:
         self._file: IO[bytes] | None = None
+        self._lost = False  # what could not be written was said
         if path == "-":
             self._file = sys.stderr.buffer
         elif path is not None:
@@ -38,5 +40,12 @@ class AccessLog:
             "seconds": round(seconds, 6),
             "bytes": size,
         }
-        self._file.write(msgspec.json.encode(line) + b"\n")
-        self._file.flush()
+        try:
+            self._file.write(msgspec.json.encode(line) + b"\n")
+            self._file.flush()
+            self._lost = False
+        except OSError as error:  # a full disk is no reason to answer nobody
+            if not self._lost:
+                self._lost = True
+                with contextlib.suppress(OSError):
+                    print(f"paceline: access-log cannot be written ({error.strerror})", file=sys.stderr, flush=True)

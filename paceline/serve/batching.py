@@ -124,8 +124,10 @@ class RequestQueue:
 
     def refusal(self, deadline: float, now: float) -> Refusal | None:
         """Returns why no request, whatever it is, could be answered by then; None: one might."""
+        if any(not state.running and state.version == self._version for state in self._processes.values()):
+            return None
         ahead = self._ahead_of(None)
-        if ahead.is_free:
+        if not ahead.states:  # there is nothing to tell anything by
             return None
         joined_s = max((seconds for _, seconds in ahead.partly.values()), default=0.0)
         shortest_s = min((time.of(1) for time in self._times.values()), default=0.0)
@@ -153,10 +155,14 @@ class RequestQueue:
             del self.waiting[asked.number]
         return late
 
+    def alone_s(self, asked: Asked) -> float:
+        """Returns how many seconds a process is at this request if it is alone; 0 if nobody can tell."""
+        return self._time(asked.shape).of(max(1, asked.rows))
+
     def predicted_s(self, asked: Asked, now: float) -> float:
         """Returns after how many seconds this request would be answered, as far as can be told."""
         time, ahead = self._time(asked.shape), self._ahead_of(asked.version)
-        own = time.of(max(1, asked.rows))
+        own = self.alone_s(asked)
         if ahead.is_free:
             return own
         rows, joined_s = ahead.partly.get(asked.shape, (0, 0.0)) if asked.joins else (0, 0.0)
@@ -232,6 +238,11 @@ class RequestQueue:
     def running(self) -> dict[str, list[Asked]]:
         """Returns what each process is at."""
         return {name: list(state.running) for name, state in self._processes.items()}
+
+    @property
+    def processes(self) -> int:
+        """Returns how many processes there are."""
+        return len(self._processes)
 
     @property
     def versions(self) -> set[int]:

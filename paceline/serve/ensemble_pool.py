@@ -12,6 +12,7 @@ the next ones until it has answered: its own queue foresees that it will not be 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -92,10 +93,13 @@ class EnsemblePool:
         }
 
     async def load(self) -> int:
-        """Takes what the members' sources have now as new versions of all of them, and returns the ensemble's."""
-        for found in await asyncio.gather(*(pool.load() for pool in self._pools.values()), return_exceptions=True):
-            if isinstance(found, BaseException):
-                raise found
+        """Takes what the members' sources have now as new versions of all of them, or if that fails of none, and
+        returns the ensemble's."""
+        async with contextlib.AsyncExitStack() as all_loaded:
+            loading = [all_loaded.enter_async_context(pool.loading()) for pool in self._pools.values()]
+            for found in await asyncio.gather(*loading, return_exceptions=True):
+                if isinstance(found, BaseException):
+                    raise found
         version = self.version
         assert version is not None
         return version
@@ -123,8 +127,12 @@ class EnsemblePool:
         self.metrics.refused.labels("quorum").inc()
         return refusals[self._quorum - (len(found) - len(refusals)) - 1]
 
-    async def answer(self, inputs: Arrays, rows: int, deadline_s: float, version: int | None) -> ServedAnswer:
-        """Returns the answer of the members that are in time; RequestError says why there is none."""
+    def ask(self, inputs: Arrays, rows: int, deadline_s: float, version: int | None) -> asyncio.Future[ServedAnswer]:
+        """Returns what will have the answer of the members that are in time, or the RequestError that says why there is
+        none. Whoever cancels it has gone away."""
+        return asyncio.ensure_future(self._answer(inputs, rows, deadline_s, version))
+
+    async def _answer(self, inputs: Arrays, rows: int, deadline_s: float, version: int | None) -> ServedAnswer:
         number, versions = self._wanted(version)
         asked: dict[str, Pending] = {}
         errors: dict[str, RequestError] = {}

@@ -4,6 +4,9 @@
 Every error is JSON with one sentence, `{"error": …}`, also where no route fits. A request is read up to a bound, must
 be allowed in if there is a token, has a deadline, and is given up when its client has gone away. One that could not be
 answered in time whatever is in it is refused on its headers (`refused`), before anything of its body was read.
+
+What is asked all the time, a row or a few, does not go through routes, tasks and ASGI: its connection
+(`quick_protocol`) has it begun here (`begin`), and its answer written (`finish`).
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import hmac
 import math
 import time
+from asyncio import Future
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from importlib.metadata import version as version_of
@@ -27,10 +31,12 @@ from starlette.types import Receive, Scope, Send
 
 from paceline.errors import PacelineError
 from paceline.serve.access_log import AccessLog
-from paceline.serve.for_people import read_predict, write_predict
+from paceline.serve.for_people import PredictRequest, read_predict, write_predict
 from paceline.serve.http_request import GoneAway, HttpRequest, WhileThere
 from paceline.serve.model_pool import busy
 from paceline.serve.open_inference import (
+    InferRequest,
+    check_sizes,
     common_rows,
     config,
     decode_json,
@@ -40,8 +46,8 @@ from paceline.serve.open_inference import (
     write_answer,
 )
 from paceline.serve.openapi import openapi, openapi_page
-from paceline.serve.request_error import BAD, UNAUTHORIZED, UNKNOWN, RequestError, bad
-from paceline.serve.served_model import ServedAnswer, ServedModel
+from paceline.serve.request_error import BAD, NOT_COMPUTED, UNAUTHORIZED, UNKNOWN, RequestError, bad
+from paceline.serve.served_model import Arrays, ServedAnswer, ServedModel
 from paceline.serve.served_tensor import ModelDescription, ServedTensor
 
 OPEN_TO_ALL = ("/", "/v2/health/live", "/v2/health/ready")  # without a token: a page without data, and probes
@@ -59,7 +65,17 @@ class HttpSettings:
     token: str | None = None
 
 
+@dataclass(frozen=True)
+class BegunRequest:
+    """What was asked, and what will have the answer."""
+
+    asked: InferRequest | PredictRequest
+    future: Future[ServedAnswer]
+
+
 _Endpoint = Callable[[HttpRequest], Awaitable[Response]]
+_Reader = Callable[[HttpRequest, bytes], InferRequest | PredictRequest]
+_Writer = Callable[[Any, ServedAnswer], Response]
 
 
 class HttpApp:
@@ -70,9 +86,9 @@ class HttpApp:
     ) -> None:
         self._settings, self._model, self._description, self._log = settings, model, description, log
         self._inputs, self._outputs = description.inputs, description.outputs
-        self._asking = {  # what is asked all the time does not go through all routes
-            "/predict": self._handled(self._predict),
-            f"/v2/models/{settings.name}/infer": self._handled(self._infer),
+        self._asking: dict[str, tuple[_Reader, _Writer]] = {
+            "/predict": (self._read_predict, self._write_predict),
+            f"/v2/models/{settings.name}/infer": (self._read_infer, self._write_infer),
         }
         routes: list[tuple[str, str, _Endpoint]] = [("POST", "/predict", self._predict)]
         for at in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
@@ -117,31 +133,51 @@ class HttpApp:
             await send(message)
 
         try:
-            if scope["method"] == "POST" and (endpoint := self._asking.get(scope["path"])) is not None:
-                response = await endpoint(HttpRequest(scope, receive))
-                await response(scope, receive, note)
-            else:
-                await self._app(scope, receive, note)
+            await self._app(scope, receive, note)
         finally:
-            self._note(scope, status, time.perf_counter() - began, size)
+            self.note(scope, status, time.perf_counter() - began, size)
 
-    def refused(self, scope: Scope) -> Response | None:
+    # ── in short ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def is_asking(self, request: HttpRequest) -> bool:
+        """Returns whether it is one of those that `refused`, `begin` and `finish` are for."""
+        return request.scope["method"] == "POST" and request.path in self._asking
+
+    def refused(self, request: HttpRequest) -> Response | None:
         """Returns what a request is told that could not be answered in time, by its headers alone; None: it might."""
-        if scope["method"] != "POST" or scope["path"] not in self._asking:
-            return None
-        asked = HttpRequest(scope)
         try:
-            self._let_in(asked)
-            refusal = self._model.refusal(asked.deadline_s(self._settings.deadline_s))
+            self._let_in(request)
+            refusal = self._model.refusal(request.deadline_s(self._settings.deadline_s))
         except RequestError:
             return None  # it is told so in its turn
         if refusal is None:
             return None
         response = _failed(busy(refusal))
-        self._note(scope, response.status_code, 0.0, len(response.body))
+        self.note(request.scope, response.status_code, 0.0, len(response.body))
         return response
 
-    def _note(self, scope: Scope, status: int, seconds: float, size: int) -> None:
+    def begin(self, request: HttpRequest, body: bytes) -> Response | BegunRequest:
+        """Has a request answered, all of which is there; whoever cancels the future has gone away."""
+        read, _ = self._asking[request.path]
+        try:
+            self._let_in(request)
+            asked = read(request, request.unpacked(body, self._settings.most_body))
+            return BegunRequest(asked, self._ask(request, asked.inputs, None))
+        except RequestError as error:
+            return self._sorry(error)
+
+    def finish(self, request: HttpRequest, begun: BegunRequest) -> Response:
+        """Returns the answer to a request that was begun, whose future is done."""
+        _, write = self._asking[request.path]
+        try:
+            answer = begun.future.result()
+            self._learn(begun.asked.inputs, answer)
+            return write(begun.asked, answer)
+        except RequestError as error:
+            return self._sorry(error)
+
+    def note(self, scope: Scope, status: int, seconds: float, size: int) -> None:
+        """Counts, times and logs a request; status 0 is one whose client went away."""
         self._model.metrics.requests.labels(str(status or "gone")).inc()
         self._model.metrics.request_seconds.observe(seconds)
         self._log.write(scope, status, seconds, size)
@@ -152,7 +188,7 @@ class HttpApp:
                 self._let_in(request)
                 return await endpoint(request)
             except RequestError as error:
-                return _failed(error)
+                return self._sorry(error)
             except GoneAway:
                 return Response(status_code=499)
 
@@ -168,34 +204,61 @@ class HttpApp:
     # ── answering ────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _infer(self, request: HttpRequest) -> Response:
-        version = self._checked(request) if request.parts else None
-        body = await self._body(request)
-        asked = read_infer(body, request.json_length, self._inputs)
-        answer = await self._computed(request, asked.inputs, version)
+        version = self._checked(request)
+        asked = self._read_infer(request, await self._body(request))
+        return self._write_infer(asked, await self._computed(request, asked.inputs, version))
+
+    async def _predict(self, request: HttpRequest) -> Response:
+        asked = self._read_predict(request, await self._body(request))
+        return self._write_predict(asked, await self._computed(request, asked.inputs, None))
+
+    def _read_infer(self, request: HttpRequest, body: bytes) -> InferRequest:
+        return read_infer(body, request.json_length, self._inputs)
+
+    def _read_predict(self, request: HttpRequest, body: bytes) -> PredictRequest:
+        return read_predict(body, request.content_type, self._inputs)
+
+    def _write_infer(self, asked: InferRequest, answer: ServedAnswer) -> Response:
         data, length = write_answer(self._settings.name, answer, asked)
         headers = _about(answer)
         if length is not None:
             headers["Inference-Header-Content-Length"] = str(length)
         return Response(data, headers=headers, media_type=_JSON if length is None else "application/octet-stream")
 
-    async def _predict(self, request: HttpRequest) -> Response:
-        body = await self._body(request)
-        asked = read_predict(body, request.content_type, self._inputs)
-        answer = await self._computed(request, asked.inputs, None)
-        data = write_predict(self._settings.name, answer, asked)
-        return Response(data, headers=_about(answer), media_type=_JSON)
+    def _write_predict(self, asked: PredictRequest, answer: ServedAnswer) -> Response:
+        return Response(write_predict(self._settings.name, answer, asked), headers=_about(answer), media_type=_JSON)
 
-    async def _computed(self, request: HttpRequest, inputs: dict[str, Any], version: int | None) -> ServedAnswer:
-        rows = common_rows(inputs) if self._description.in_rows else 0
+    async def _computed(self, request: HttpRequest, inputs: Arrays, version: int | None) -> ServedAnswer:
         with WhileThere(request.receive):
-            answer = await self._model.answer(inputs, rows, request.deadline_s(self._settings.deadline_s), version)
+            answer = await self._ask(request, inputs, version)
+        self._learn(inputs, answer)
+        return answer
+
+    def _ask(self, request: HttpRequest, inputs: Arrays, version: int | None) -> Future[ServedAnswer]:
+        if self._description.declared:
+            check_sizes(inputs, self._inputs or [])
+        deadline_s = request.deadline_s(self._settings.deadline_s)
+        return self._model.ask(inputs, self._rows(inputs), deadline_s, version)
+
+    def _rows(self, inputs: Arrays) -> int:
+        return common_rows(inputs) if self._description.in_rows else 0
+
+    def _learn(self, inputs: Arrays, answer: ServedAnswer) -> None:
+        """Counts an answer; the first one tells what the model takes and gives, where nobody could."""
         self._model.metrics.answers.inc()
-        if self._inputs is None:  # the first request that was answered tells what the model takes
-            self._inputs = specs_of(inputs, rows=rows > 0)
+        if self._inputs is None:
+            self._inputs = specs_of(inputs, rows=self._rows(inputs) > 0)
         if self._outputs is None:
+            rows = self._rows(inputs)
             in_rows = rows > 0 and all(array.ndim and len(array) == rows for array in answer.outputs.values())
             self._outputs = specs_of(answer.outputs, rows=in_rows)
-        return answer
+
+    def _sorry(self, error: RequestError) -> Response:
+        """Returns why there is no answer; of what a model could not compute, with what it takes."""
+        if error.status == NOT_COMPUTED and self._inputs:
+            takes = ", ".join(spec.words for spec in self._inputs)
+            error = RequestError(NOT_COMPUTED, f"{error} (the model takes {takes})")
+        return _failed(error)
 
     async def _body(self, request: HttpRequest) -> bytes:
         return await request.body(self._settings.most_body)

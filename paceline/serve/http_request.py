@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope
 
 from paceline.serve.request_error import BAD, TOO_LARGE, RequestError, bad
 
-MOST_DEADLINE_S = 3600.0
+LEAST_DEADLINE_S, MOST_DEADLINE_S = 0.001, 3600.0
 LOOK_AFTER_S = 0.005  # most answers are there before anybody has to look whether the client still is
 
 
@@ -69,8 +69,9 @@ class HttpRequest:
             seconds = float(given)
         except ValueError:
             seconds = math.nan
-        if not 0 < seconds <= MOST_DEADLINE_S:
-            raise bad("Paceline-Deadline", given[:40], f"give seconds above 0 and up to {MOST_DEADLINE_S:g}")
+        if not LEAST_DEADLINE_S <= seconds <= MOST_DEADLINE_S:
+            limits = f"from {LEAST_DEADLINE_S:g} to {MOST_DEADLINE_S:g}"
+            raise bad("Paceline-Deadline", given[:40], f"give seconds {limits}")
         return seconds
 
     async def body(self, most: int) -> bytes:
@@ -87,8 +88,15 @@ class HttpRequest:
             size, more = size + len(pieces[-1]), message["more_body"]
             if size > most:
                 raise RequestError(TOO_LARGE, f"the body has more than {most} bytes: that many are allowed")
-        body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        encoding = self._headers.get(b"content-encoding", b"").decode("latin1").strip().lower()
+        return self.unpacked(pieces[0] if len(pieces) == 1 else b"".join(pieces), most)
+
+    def unpacked(self, body: bytes, most: int) -> bytes:
+        """Returns the body as it was before it was packed, of at most so many bytes."""
+        if len(body) > most:
+            raise RequestError(TOO_LARGE, f"the body has {len(body)} bytes: {most} are allowed")
+        if b"content-encoding" not in self._headers:
+            return body
+        encoding = self._headers[b"content-encoding"].decode("latin1").strip().lower()
         return body if encoding in ("", "identity") else _unpacked(body, encoding, most)
 
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from paceline.errors import CheckpointError, PacelineError
+from paceline.errors import CheckpointError, PacelineError, ReplicaDied
 from paceline.serve.batching import Asked, Refusal, RequestQueue
 from paceline.serve.model_process import Answered, Died, Event, Failed, Ready
 from paceline.serve.request_error import NOT_COMPUTED, REFUSED, TOO_LATE, UNAVAILABLE, UNKNOWN, RequestError
@@ -63,7 +64,8 @@ class ModelPool:
         together."""
         self.queue, self.metrics, self._source, self._note, self._member = queue, metrics, source, note, member
         self._pads = frozenset(pads)
-        self._depth, self._ready = metrics.queue_depth.labels(member), metrics.processes.labels(member)
+        metrics.queue_depth.labels(member).set_function(lambda: len(queue.waiting))
+        metrics.processes.labels(member).set_function(lambda: queue.processes)
         self._stuck_s = STUCK_S + 10 * deadline_s
         self._processes = VersionProcesses(template, source, cores, heard=self._heard, note=note)
         self._pending: dict[int, Pending] = {}
@@ -114,19 +116,20 @@ class ModelPool:
         now = time.monotonic()
         return self.queue.refusal(now + deadline_s, now)
 
-    async def answer(self, inputs: Arrays, rows: int, deadline_s: float, version: int | None) -> ServedAnswer:
-        """Returns the model's answer; RequestError says why there is none. Whoever cancels this has gone away.
+    def ask(self, inputs: Arrays, rows: int, deadline_s: float, version: int | None) -> asyncio.Future[ServedAnswer]:
+        """Takes a request, and returns what will have its answer, or the RequestError that says why there is none; one
+        that is refused at once raises it. Whoever cancels it has gone away.
 
         What is being computed when its deadline passes is waited for as long again: it is nearly there, and whoever
         does not wait for it has gone away."""
         pending = self.submit(inputs, rows, deadline_s, version, late_s=deadline_s)
-        try:
-            return await pending.future
-        except asyncio.CancelledError:
+        pending.future.add_done_callback(partial(self._asked, pending))
+        return pending.future
+
+    def _asked(self, pending: Pending, future: asyncio.Future[ServedAnswer]) -> None:
+        if future.cancelled():
             self.metrics.left.inc()
-            raise
-        finally:
-            self.withdraw(pending)
+        self.withdraw(pending)
 
     def submit(self, inputs: Arrays, rows: int, deadline_s: float, version: int | None, *, late_s: float) -> Pending:
         """Takes a request, whose answer or RequestError will be in its future; raises if it is refused at once.
@@ -172,7 +175,13 @@ class ModelPool:
             pending.timer = loop.call_later(late_s, self._too_late, pending)
             return
         else:
-            error = RequestError(TOO_LATE, "the model has not answered in time: give a later deadline")
+            usual_s, given_s = self.queue.alone_s(pending.asked), pending.asked.deadline - pending.arrived
+            if given_s < usual_s:  # it found a free process, and was let try
+                self.metrics.refused.labels("deadline").inc()
+                why = f"its answer takes about {usual_s:.3g} s and its deadline was after {given_s:.3g} s"
+                error = RequestError(REFUSED, f"{why}: give a later deadline", usual_s)
+            else:
+                error = RequestError(TOO_LATE, "the model has not answered in time: give a later deadline")
         pending.future.set_exception(error)
 
     def _dispatch(self) -> None:
@@ -181,13 +190,12 @@ class ModelPool:
             member = self._processes.by_name[name]
             member.batch = [self._pending[asked.number] for asked in batch]
             member.since = now
+            member.process.ask(put_together([pending.inputs for pending in member.batch]))
             for pending in member.batch:
                 pending.began = now
                 self.metrics.queue_seconds.observe(now - pending.arrived)
-            member.process.ask(put_together([pending.inputs for pending in member.batch]))
             self.metrics.batch_requests.observe(len(batch))
             self.metrics.batch_rows.observe(max(1, sum(asked.rows for asked in batch)))
-        self._depth.set(len(self.queue.waiting))
 
     # ── what processes say ───────────────────────────────────────────────────────────────────────────────────
 
@@ -197,8 +205,10 @@ class ModelPool:
             return
         for event in member.process.events():
             self._take(name, member, event)
-        self._dispatch()
-        self._retire()
+        if self.queue.waiting:
+            self._dispatch()
+        if member.version != self.queue.version:
+            self._retire()
 
     def _take(self, name: str, member: VersionProcess, event: Event) -> None:
         if isinstance(event, Ready):
@@ -214,7 +224,7 @@ class ModelPool:
                     _settle(pending, error)
             self._forget_the_gone()
         elif isinstance(event, Died):
-            self._died(name, member, event.reason)
+            self._died(name, member, event)
 
     def _answered(self, name: str, member: VersionProcess, event: Answered) -> None:
         batch = self.queue.answered(name, time.monotonic())
@@ -240,13 +250,15 @@ class ModelPool:
         for number in [number for number in self.queue.waiting if number not in self._pending]:
             self.queue.leave(number)
 
-    def _died(self, name: str, member: VersionProcess, reason: str) -> None:
+    def _died(self, name: str, member: VersionProcess, died: Died) -> None:
         if not member.started.done():
-            member.started.set_exception(CheckpointError(reason))
+            why = CheckpointError if died.broken else ReplicaDied
+            member.started.set_exception(why(died.reason))
             return
+        if name not in self.queue.running:
+            return  # nobody has asked it yet: `_take_in` will see
         self.metrics.deaths.inc()
         given_up = {asked.number for asked in self.queue.remove_process(name)}
-        self._ready.set(len(self.queue.running))
         for pending in member.batch:
             if pending.asked.number in given_up:
                 error = RequestError(UNAVAILABLE, "the process that computed this died, and so did the next", 1.0)
@@ -254,23 +266,45 @@ class ModelPool:
         self._forget_the_gone()
         member.batch = []
         if self._wants(member.version):
-            self._note(f"process {name} has ended ({reason}) and is replaced")
+            self._note(f"process {name} has ended ({died.reason}) and is replaced")
             self._processes.spawn(self._replace(name))
         else:
             self._processes.drop(name)
+            self._give_up_on(member.version)
+
+    def _give_up_on(self, version: int) -> None:
+        """Tells those who asked for a version by its number, of which no process is left."""
+        if version in self.queue.versions:
+            return
+        for number in [number for number, asked in self.queue.waiting.items() if asked.version == version]:
+            self.queue.leave(number)
+            error = RequestError(UNAVAILABLE, f"the last process of version {version} died: ask for another version")
+            _settle(self._pending[number], error)
 
     # ── versions ─────────────────────────────────────────────────────────────────────────────────────────────
 
     async def load(self) -> int:
         """Takes what the source has now as a new version, and returns its number."""
+        async with self.loading() as version:
+            return version
+
+    @contextlib.asynccontextmanager
+    async def loading(self) -> AsyncIterator[int]:
+        """A block at whose beginning a new version is ready, of what the source has now, and from whose end on it
+        answers; if the block fails, all is as it was."""
         async with self._loading:
             try:
                 version, names = await self._processes.make_version()
             except PacelineError:
                 self.metrics.reloads.labels("failed").inc()
                 raise
+            try:
+                yield version
+            except BaseException:
+                self._processes.discard(version, names)
+                raise
             for name in names:
-                self.queue.add_process(name, version)
+                self._take_in(name)
             self.queue.version = version
             self.metrics.reloads.labels("loaded").inc()
             self.metrics.version.labels(self._member).set(version)
@@ -278,7 +312,14 @@ class ModelPool:
                 self.metrics.step.labels(self._member).set(step)
             self._dispatch()
             self._retire()
-            return version
+
+    def _take_in(self, name: str) -> None:
+        """Has a process that has been ready be asked from now on; it may have died since."""
+        member = self._processes.by_name[name]
+        if member.process.alive:
+            self.queue.add_process(name, member.version)
+        else:
+            self._processes.spawn(self._replace(name))
 
     async def unload(self) -> None:
         """Has nobody answer any more. What is being computed is still answered; what waits is not."""
@@ -316,7 +357,7 @@ class ModelPool:
     async def _replace(self, name: str) -> None:
         new = await self._processes.replace(name, self._wants)
         if new is not None:
-            self.queue.add_process(new, self._processes.by_name[new].version)
+            self._take_in(new)
             self._dispatch()
         self._retire()
 
@@ -324,7 +365,6 @@ class ModelPool:
         for name in self.queue.retired():
             self.queue.remove_process(name)
             self._processes.drop(name)
-        self._ready.set(len(self.queue.running))
         self._processes.forget_versions(self.queue.version)
 
     def _kill_the_stuck(self) -> None:
@@ -334,7 +374,7 @@ class ModelPool:
             member = self._processes.by_name[name]
             if batch and now - member.since > self._stuck_s:
                 member.process.kill()
-                self._died(name, member, f"it had been at one batch for {now - member.since:.0f} s")
+                self._died(name, member, Died(f"it had been at one batch for {now - member.since:.0f} s", None))
 
     async def close(self) -> None:
         """Ends all processes. What is being computed gets no answer: drain before."""

@@ -65,11 +65,12 @@ class Failed:
 
 @dataclass(frozen=True)
 class Died:
-    """The process has ended: by itself, as its model could not be made, or by a signal. `asked`: the question that it
-    had not answered, if there was one."""
+    """The process has ended: by itself, as its model could not be made (`broken`: another process could not make it
+    either), or by a signal. `asked`: the question that it had not answered, if there was one."""
 
     reason: str
     asked: int | None
+    broken: bool = False
 
 
 Event = Ready | Answered | Failed | Died
@@ -149,20 +150,14 @@ class ModelProcess:
         return self._waiting.fileno()
 
     def events(self) -> list[Event]:
-        """Returns what has happened since the last call, without waiting."""
-        found: list[Event] = []
+        """Returns what has happened since the last call, without waiting: the next thing, if there are several."""
         if not self.alive:
-            return found
-        ended = any(descriptor == self._pidfd for descriptor, _ in self._waiting.poll(0))
-        # What it has said before it ended is heard first.
-        with contextlib.suppress(BlockingIOError, ConnectionResetError):
-            while reply := self._channel.recv(REPLY.size):
-                found.append(self._heard(reply))
-                if isinstance(found[-1], Died):
-                    return found
-        if ended:
-            found.append(self._over(_how(self._ended_with())))
-        return found
+            return []
+        if not (reply := self._next_reply()):
+            if not any(descriptor == self._pidfd for descriptor, _ in self._waiting.poll(0)):
+                return []
+            reply = self._next_reply()  # what it has said before it ended is heard first
+        return [self._heard(reply) if reply else self._over(_how(self._ended_with()))]
 
     def wait(self, timeout_s: float) -> list[Event]:
         """Returns the next events, and waits for them; for an owner that has nothing else to do."""
@@ -225,6 +220,11 @@ class ModelProcess:
         self.asked, self.ready, self.alive = None, False, True
         self.starts += 1
 
+    def _next_reply(self) -> bytes:
+        with contextlib.suppress(BlockingIOError, ConnectionResetError):
+            return self._channel.recv(REPLY.size)
+        return b""
+
     def _heard(self, reply: bytes) -> Event:
         kind, number, size, seconds = REPLY.unpack(reply)
         if kind == ReplyKind.READY:
@@ -232,13 +232,13 @@ class ModelProcess:
             return Ready(seconds)
         value = self._answers.read(size, torch_tensors=self._torch_tensors)
         if kind == ReplyKind.BROKEN:
-            return self._over(value)
+            return self._over(value, broken=True)
         self.asked = None
         return Answered(number, value, seconds) if kind == ReplyKind.ANSWER else Failed(number, value, seconds)
 
-    def _over(self, reason: str) -> Died:
+    def _over(self, reason: str, *, broken: bool = False) -> Died:
         """Lets go of a process that has ended, or is about to."""
-        died = Died(reason, self.asked)
+        died = Died(reason, self.asked, broken)
         self.asked, self.ready, self.alive = None, False, False
         for end in (self._channel, self._pidfd):
             with contextlib.suppress(OSError, ValueError):

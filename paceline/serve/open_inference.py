@@ -12,7 +12,7 @@ Without that header everything is JSON. Whatever is wrong with a request is one 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,9 @@ from paceline.serve.served_tensor import ANY, DATATYPES, NUMPY_NAMES, ServedTens
 
 MOST_DIMS = 32
 _KINDS = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}  # which numbers of JSON may become what
+
+
+_TYPES = {datatype: np.dtype(name) for datatype, name in NUMPY_NAMES.items()}
 
 
 class _TensorParameters(msgspec.Struct, frozen=True):
@@ -132,11 +135,19 @@ def check_inputs(arrays: dict[str, np.ndarray], specs: list[ServedTensor] | None
         if spec.name not in arrays:
             raise wrong("inputs", list(arrays), f"{spec.name} is missing, ")
         array = arrays[spec.name]
-        if (datatype := DATATYPES[array.dtype.name]) != spec.datatype:
-            raise wrong(f"datatype of {spec.name}", datatype)
+        if array.dtype != _TYPES.get(spec.datatype):
+            raise wrong(f"datatype of {spec.name}", DATATYPES[array.dtype.name])
         if array.ndim != len(spec.shape):
             raise wrong(f"shape of {spec.name}", list(array.shape))
     return {spec.name: arrays[spec.name] for spec in specs}
+
+
+def check_sizes(arrays: Mapping[str, np.ndarray], specs: Sequence[ServedTensor]) -> None:
+    """Raises of an array that has another size than its model takes, where that is said."""
+    for spec in specs:
+        shape = arrays[spec.name].shape
+        if any(size not in (ANY, given) for size, given in zip(spec.shape, shape, strict=True)):
+            raise bad(f"shape of {spec.name}", list(shape), f"the model takes {spec.words}")
 
 
 def cast(data: Any, dtype: np.dtype[Any], field: str) -> np.ndarray:

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from paceline.serve.http_request import LEAST_DEADLINE_S, MOST_DEADLINE_S
 from paceline.serve.served_tensor import ServedTensor
 
 _TENSOR = {
@@ -25,7 +26,7 @@ _DEADLINE = {
     "name": "Paceline-Deadline",
     "in": "header",
     "description": "Seconds after which the answer is of no use.",
-    "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": 3600},
+    "schema": {"type": "number", "minimum": LEAST_DEADLINE_S, "maximum": MOST_DEADLINE_S},
 }
 
 

@@ -3,6 +3,7 @@ several that answer as one (`ensemble_pool`)."""
 
 from __future__ import annotations
 
+from asyncio import Future
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -78,8 +79,9 @@ class ServedModel(Protocol):
     def refusal(self, deadline_s: float) -> Refusal | None:
         """Returns why no request whatsoever could be answered in that time; None: one might."""
 
-    async def answer(self, inputs: Arrays, rows: int, deadline_s: float, version: int | None) -> ServedAnswer:
-        """Returns the answer; RequestError says why there is none. Whoever cancels this has gone away."""
+    def ask(self, inputs: Arrays, rows: int, deadline_s: float, version: int | None) -> Future[ServedAnswer]:
+        """Returns what will have the answer, or the RequestError that says why there is none; one that is refused at
+        once may raise it. Whoever cancels it has gone away."""
 
     async def load(self) -> int:
         """Takes what its source has now as a new version, and returns its number."""

@@ -44,6 +44,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     kind: str  # the name of its class
     inputs: list[ServedTensor] | None = None
     outputs: list[ServedTensor] | None = None
+    declared: bool = False  # the inputs, by --input: their sizes hold; else they are those of an example
     in_rows: bool = True  # its answer has a row for each row of its inputs, as far as was seen
     example: dict[str, list] | None = None  # type: ignore[type-arg]  # one row of the script's own data, if it is small
 

@@ -35,7 +35,7 @@ from paceline.serve.ensemble_pool import EnsemblePool
 from paceline.serve.followed_container import FollowedContainer, FollowRequest
 from paceline.serve.http_app import HttpApp, HttpSettings
 from paceline.serve.model_pool import ModelPool
-from paceline.serve.refusing_protocol import RefusingProtocol
+from paceline.serve.quick_protocol import QuickProtocol
 from paceline.serve.served_model import ServedModel
 from paceline.serve.served_tensor import ANY, ModelDescription, ServedTensor
 from paceline.serve.serving_metrics import ServingMetrics
@@ -186,7 +186,7 @@ async def _begin(settings: ServeSettings, templates: Sequence[Template], model: 
     unlike = list(dict.fromkeys(templates))
     described = await asyncio.gather(*(asyncio.to_thread(template.open) for template in unlike))
     if settings.inputs:
-        described = [msgspec.structs.replace(one, inputs=settings.inputs) for one in described]
+        described = [msgspec.structs.replace(one, inputs=settings.inputs, declared=True) for one in described]
     description = described[0]
     if settings.ensemble is not None:
         by_template = dict(zip(unlike, described, strict=True))
@@ -220,13 +220,13 @@ async def _look(model: ServedModel, reload: asyncio.Event) -> None:
     while True:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(reload.wait(), LOOK_S)
-        if not reload.is_set():
-            await model.look()
-            continue
-        reload.clear()
         try:
+            if not reload.is_set():
+                await model.look()
+                continue
+            reload.clear()
             _say(f"version {await model.load()} answers from now on")
-        except PacelineError as error:
+        except (PacelineError, OSError) as error:
             _say(f"a new version was not loaded, and all is as it was: {error}")
 
 
@@ -242,7 +242,7 @@ def _http_config(settings: ServeSettings, app: HttpApp) -> uvicorn.Config:
     certificate, key = settings.tls if settings.tls is not None else (None, None)
     return uvicorn.Config(
         app,
-        http=RefusingProtocol,
+        http=QuickProtocol,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -17,8 +17,9 @@ import mmap
 import os
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -30,7 +31,10 @@ from paceline.memory import segment
 FIRST_BYTES = 1 << 16  # of such memory, when it is made
 _ALIGN = 64
 _LENGTH = struct.Struct("=Q")
-_PLAIN = (type(None), bool, int, float, str)
+_PLAIN = frozenset((type(None), bool, int, float, str))
+_LISTS: dict[type, str] = {list: "list", tuple: "tuple"}
+_ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder()
+_NAMES = {np.dtype(kind): np.dtype(kind).name for kind in "?bBhHiIlLqQefdFD"}  # to ask a type for its name takes long
 
 
 class NotSharable(PacelineError):
@@ -61,6 +65,7 @@ class SharedValues:
         """Takes over the descriptor of a segment."""
         self.descriptor = descriptor
         self._memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        self._described, self._decoded = b"", None  # the value that was read last
 
     @classmethod
     def create(cls) -> SharedValues:
@@ -69,20 +74,19 @@ class SharedValues:
 
     def write(self, value: Any) -> int:
         """Writes a value in the place of the one before, and returns how many bytes it has."""
-        arrays: list[tuple[StackedRows, list[int]]] = []
-        offsets = [0]
+        found = _Description()
         try:
-            description = msgspec.msgpack.encode(_described(value, arrays, offsets))
+            description = _ENCODER.encode(found.of(value))
         except OverflowError:
             raise NotSharable("a number of more than 64 bits") from None
         start = _aligned(_LENGTH.size + len(description))
-        size = start + offsets[-1]
+        size = start + found.size
         if size > len(self._memory):
             os.ftruncate(self.descriptor, max(size, 2 * len(self._memory)))
             self._map()
         _LENGTH.pack_into(self._memory, 0, len(description))
         self._memory[_LENGTH.size : _LENGTH.size + len(description)] = description
-        for (rows, shape), offset in zip(arrays, offsets, strict=False):
+        for rows, shape, offset in found.arrays:
             if 0 in shape:
                 continue
             room: np.ndarray = np.ndarray(shape, rows.parts[0].dtype, self._memory, start + offset)
@@ -104,9 +108,13 @@ class SharedValues:
         if size > len(self._memory):
             self._map()
         (length,) = _LENGTH.unpack_from(self._memory, 0)
-        described = msgspec.msgpack.decode(self._memory[_LENGTH.size : _LENGTH.size + length])
-        start = _aligned(_LENGTH.size + length)
-        return _restored(described, self._memory, start, torch_tensors)
+        described = self._memory[_LENGTH.size : _LENGTH.size + length]
+        if described != self._described:  # mostly one value is like the one before, but for its numbers
+            self._described, self._decoded = described, _DECODER.decode(described)
+        tensor = partial(
+            _torch_tensor if torch_tensors else _numpy_array, self._memory, _aligned(_LENGTH.size + length)
+        )
+        return _restored(self._decoded, tensor)
 
     def close(self) -> None:
         """Gives the descriptor back."""
@@ -118,37 +126,41 @@ class SharedValues:
         self._memory = mmap.mmap(self.descriptor, os.fstat(self.descriptor).st_size)
 
 
-def _described(value: Any, arrays: list[tuple[StackedRows, list[int]]], offsets: list[int]) -> Any:
-    """Returns what a value is made of; its tensors, and where each begins, are put into the lists."""
+class _Description:
+    """What a value is made of, its tensors, and how many bytes they need."""
 
-    def each(values: Any) -> list[Any]:
-        return [_described(entry, arrays, offsets) for entry in values]
+    def __init__(self) -> None:
+        self.arrays: list[tuple[StackedRows, list[int], int]] = []  # with the shape of each, and where it begins
+        self.size = 0
 
-    def array(rows: StackedRows, dtype: str, shape: list[int]) -> list[Any]:
-        arrays.append((rows, shape))
-        offset = offsets[-1]
-        offsets.append(_aligned(offset + math.prod(shape) * rows.parts[0].itemsize))
+    def of(self, value: Any) -> Any:
+        """Returns what a value is made of."""
+        if type(value) in _PLAIN:
+            return value
+        if isinstance(value, np.ndarray):
+            return self._array(StackedRows([value]), _NAMES.get(value.dtype), list(value.shape))
+        if isinstance(value, dict):
+            return ["dict", [[self.of(key), self.of(entry)] for key, entry in value.items()]]
+        if (kind := _LISTS.get(type(value))) is not None:
+            return [kind, [self.of(entry) for entry in value]]
+        if isinstance(value, StackedRows):
+            return self._array(value, _NAMES.get(value.parts[0].dtype), value.shape)
+        if "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor):
+            seen, dtype = _as_numpy(value)
+            return self._array(StackedRows([seen]), dtype, list(value.shape))
+        if isinstance(value, tuple) and hasattr(value, "_asdict"):
+            return self.of(value._asdict())
+        if isinstance(value, list | tuple):  # of a class of one's own
+            return ["list" if isinstance(value, list) else "tuple", [self.of(entry) for entry in value]]
+        raise NotSharable(f"a {type(value).__name__}")
+
+    def _array(self, rows: StackedRows, dtype: str | None, shape: list[int]) -> list[Any]:
+        if dtype is None:
+            raise NotSharable(f"an array of {rows.parts[0].dtype}")
+        offset, itemsize = self.size, rows.parts[0].itemsize
+        self.arrays.append((rows, shape, offset))
+        self.size = _aligned(offset + math.prod(shape) * itemsize)
         return ["tensor", dtype, shape, offset]
-
-    if type(value) in _PLAIN:
-        return value
-    if isinstance(value, np.ndarray):
-        value = StackedRows([value])
-    if isinstance(value, StackedRows):
-        kind = value.parts[0].dtype
-        if kind.kind not in "biufc":
-            raise NotSharable(f"an array of {kind}")
-        return array(value, kind.name, value.shape)
-    if "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor):
-        seen, dtype = _as_numpy(value)
-        return array(StackedRows([seen]), dtype, list(value.shape))
-    if isinstance(value, dict):
-        return ["dict", [each(item) for item in value.items()]]
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return _described(value._asdict(), arrays, offsets)
-    if isinstance(value, list | tuple):
-        return ["list" if isinstance(value, list) else "tuple", each(value)]
-    raise NotSharable(f"a {type(value).__name__}")
 
 
 def _as_numpy(tensor: Any) -> tuple[np.ndarray, str]:
@@ -156,7 +168,9 @@ def _as_numpy(tensor: Any) -> tuple[np.ndarray, str]:
     torch = sys.modules["torch"]
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise NotSharable("a sparse or quantized tensor")
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
+    plain = tensor.detach()
+    if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
+        plain = plain.cpu().resolve_conj().resolve_neg()
     name = str(tensor.dtype).removeprefix("torch.")
     try:
         return (plain.view(torch.int16) if name == "bfloat16" else plain).numpy(), name
@@ -164,25 +178,20 @@ def _as_numpy(tensor: Any) -> tuple[np.ndarray, str]:
         raise NotSharable(f"a tensor of {name}") from None
 
 
-def _restored(entry: Any, memory: mmap.mmap, start: int, torch_tensors: bool) -> Any:
+def _restored(entry: Any, tensor: Callable[[str, list[int], int], Any]) -> Any:
     if not isinstance(entry, list):
         return entry
-    kind, *content = entry
+    kind = entry[0]
     if kind == "tensor":
-        dtype, shape, offset = content
-        return (_torch_tensor if torch_tensors else _numpy_array)(memory, dtype, shape, start + offset)
-
-    def each(entries: list[Any]) -> list[Any]:
-        return [_restored(one, memory, start, torch_tensors) for one in entries]
-
+        return tensor(entry[1], entry[2], entry[3])
     if kind == "dict":
-        return dict(each(item) for item in content[0])
-    values = each(content[0])
+        return {_restored(key, tensor): _restored(one, tensor) for key, one in entry[1]}
+    values = [_restored(one, tensor) for one in entry[1]]
     return values if kind == "list" else tuple(values)
 
 
-def _numpy_array(memory: mmap.mmap, dtype: str, shape: list[int], at: int) -> np.ndarray:
-    count = math.prod(shape)
+def _numpy_array(memory: mmap.mmap, start: int, dtype: str, shape: list[int], offset: int) -> np.ndarray:
+    count, at = math.prod(shape), start + offset
     if dtype == "bfloat16":  # the upper half of a float32, which NumPy has
         halves = np.frombuffer(memory, np.uint16, count, at) if count else np.empty(0, np.uint16)
         return (halves.astype(np.uint32) << 16).view(np.float32).reshape(shape)
@@ -191,14 +200,14 @@ def _numpy_array(memory: mmap.mmap, dtype: str, shape: list[int], at: int) -> np
     return np.frombuffer(memory, dtype, count, at).reshape(shape).copy()
 
 
-def _torch_tensor(memory: mmap.mmap, dtype: str, shape: list[int], at: int) -> Any:
+def _torch_tensor(memory: mmap.mmap, start: int, dtype: str, shape: list[int], offset: int) -> Any:
     import torch
 
     kind = getattr(torch, dtype)
     count = math.prod(shape)
     if not count:
         return torch.empty(shape, dtype=kind)
-    return torch.frombuffer(memory, dtype=kind, count=count, offset=at).view(shape).clone()
+    return torch.frombuffer(memory, dtype=kind, count=count, offset=start + offset).view(shape).clone()
 
 
 def _aligned(size: int) -> int:

@@ -12,11 +12,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, ReplicaDied
 from paceline.serve.model_process import ModelProcess
 from paceline.serve.template import FromTemplate, Template
 from paceline.serve.version_source import TakenVersion, VersionSource
 
+MOST_TRIES = 3  # to have a process ready that is killed while it starts
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # before a process that failed to start is tried again
 
 
@@ -52,24 +53,25 @@ class VersionProcesses:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def make_version(self) -> tuple[int, list[str]]:
-        """Takes what the source has now, and returns a new version's number and its processes, all of them ready."""
+        """Takes what the source has now, and returns a new version's number and its processes, all of which have been
+        ready; `discard` lets go of them."""
         taken = await asyncio.to_thread(self._source.take)
         self._versions += 1
-        version, names = self._versions, list[str]()
+        version = self._versions
         self.taken[version] = taken
-        try:
-            for cores in self._cores:
-                names.append(await self._start(version, cores))
-            for found in await asyncio.gather(*(self.by_name[name].started for name in names), return_exceptions=True):
-                if found is not None:
-                    raise found
-        except BaseException:
-            for name in names:
-                self.drop(name)
-            self.taken.pop(version)
-            os.close(taken.copy)
-            raise
+        started = await asyncio.gather(*(self._ready(version, cores) for cores in self._cores), return_exceptions=True)
+        names = [one for one in started if isinstance(one, str)]
+        for one in started:
+            if isinstance(one, BaseException):
+                self.discard(version, names)
+                raise one
         return version, names
+
+    def discard(self, version: int, names: Sequence[str]) -> None:
+        """Lets a version go that is not going to answer."""
+        for name in names:
+            self.drop(name)
+        os.close(self.taken.pop(version).copy)
 
     async def replace(self, name: str, wanted: Callable[[int], bool]) -> str | None:
         """Starts another process in the place of one that died, until one is ready, and returns its name; None: its
@@ -78,13 +80,9 @@ class VersionProcesses:
         pause, cores, version = FIRST_PAUSE_S, dead.process.cores, dead.version
         self.drop(name)
         while wanted(version):
-            new = None
             try:
-                new = await self._start(version, cores)
-                await self.by_name[new].started
+                new = await self._ready(version, cores)
             except PacelineError as error:
-                if new is not None:
-                    self.drop(new)
                 self._note(f"a process of version {version} could not be started: {error}")
                 await asyncio.sleep(pause)
                 pause = min(LONGEST_PAUSE_S, 2 * pause)
@@ -93,6 +91,24 @@ class VersionProcesses:
                 return new
             self.drop(new)
         return None
+
+    async def _ready(self, version: int, cores: Sequence[int]) -> str:
+        """Returns the name of a new process that is ready. One that is killed before says nothing about its version:
+        another is tried."""
+        tries = 0
+        while True:
+            tries += 1
+            name = await self._start(version, cores)
+            try:
+                await self.by_name[name].started
+                return name
+            except ReplicaDied:
+                self.drop(name)
+                if tries == MOST_TRIES:
+                    raise
+            except BaseException:
+                self.drop(name)
+                raise
 
     async def _start(self, version: int, cores: Sequence[int]) -> str:
         self._names += 1

@@ -7,12 +7,14 @@ have the version, nor to those who replace them.
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.errors import CheckpointError
 from paceline.memory import segment
 
+MOST_TRIES, PAUSE_S = 20, 0.05  # to read a file that is being written
 _PIECE = 1 << 24
 
 FileIdentity = tuple[int, int, int]
@@ -53,9 +55,16 @@ class FileSource:
         self._seen: FileIdentity | None = None
 
     def take(self) -> TakenVersion:
-        """Returns a copy of what the file has now."""
-        self._taken = self._seen = _identity_of(self._path)
-        return TakenVersion(_copied(self._path))
+        """Returns a copy of what the file has now; of one that is being written, when it rests."""
+        for _ in range(MOST_TRIES):
+            before = _identity_of(self._path)
+            copy = _copied(self._path)
+            if _identity_of(self._path) == before:
+                self._taken = self._seen = before
+                return TakenVersion(copy)
+            os.close(copy)
+            time.sleep(PAUSE_S)
+        raise CheckpointError(f"{self._path} is being written all the time: write another file, and rename it")
 
     def has_changed(self) -> bool:
         """Returns whether another file is there, and has been so since the last call: one that is being written is
@@ -70,17 +79,18 @@ class FileSource:
 
 def _copied(path: str) -> int:
     """Returns the descriptor of memory that has what the file has now."""
+    copy = -1
     try:
         with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            copy = segment.make("checkpoint", max(1, size))
+            copy = segment.make("checkpoint", max(1, os.fstat(file.fileno()).st_size))
             offset = 0
-            while offset < size:
-                if not (sent := os.sendfile(copy, file.fileno(), offset, _PIECE)):
-                    break
+            while sent := os.sendfile(copy, file.fileno(), offset, _PIECE):
                 offset += sent
+            os.ftruncate(copy, max(1, offset))
             return copy
     except OSError as error:
+        if copy >= 0:
+            os.close(copy)
         raise CheckpointError(f"{path} could not be read ({error.strerror})") from error
 
 

@@ -80,6 +80,20 @@ def test_clients_of_triton_work_unchanged(served: Served) -> None:
             assert answer.as_numpy("total").tolist() == (weight * x.sum(1)).tolist()
             assert answer.as_numpy("scaled") is None
             assert answer.get_response()["id"] == "seven"
+    asked = [client.async_infer("model", [given_x]) for _ in range(4)]
+    assert [one.get_result().as_numpy("total").tolist() for one in asked] == [(weight * x.sum(1)).tolist()] * 4
+    for shape, data, sentence in (
+        ([4], x[0], r"shape of x is \[4\]: the model takes x FP32 \[-1, 4\]"),
+        ([2, 4], x.astype(np.float64), "datatype of x is 'FP64': the model takes x FP32"),
+    ):
+        wrong = InferInput("x", shape, "FP64" if data.dtype == np.float64 else "FP32")
+        wrong.set_data_from_numpy(data)
+        with pytest.raises(InferenceServerException, match=sentence):
+            client.infer("model", [wrong])
+    with pytest.raises(InferenceServerException, match="a load takes what the checkpoint is now"):
+        client.load_model("model", config="{}")
+    with pytest.raises(InferenceServerException, match="there is nothing at /v2/models/model/stats"):
+        client.get_inference_statistics("model")
     before = int(client.get_model_repository_index()[0]["version"])
     client.load_model("model")
     assert client.get_model_repository_index() == [

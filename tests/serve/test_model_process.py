@@ -123,7 +123,7 @@ def test_a_model_that_cannot_be_made_says_why() -> None:
         raise FileNotFoundError("no weights here")
 
     with ModelProcess(ForkHere(factory)) as process:
-        assert next_event(process) == Died("FileNotFoundError: no weights here", None)
+        assert next_event(process) == Died("FileNotFoundError: no weights here", None, broken=True)
     with ModelProcess(ForkHere(lambda: lambda: object())) as process:
         next_event(process)
         process.ask()

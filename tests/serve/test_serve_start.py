@@ -243,7 +243,9 @@ def test_only_who_has_the_token_may_ask_and_every_request_is_logged(guarded: Ser
         answer = client.post("/predict", json=[1, 2, 3, 4], headers={"Authorization": f"Bearer {TOKEN}"})
         assert answer.status_code == 200
         assert len(answer.json()["outputs"]["output"]) == 3
-    lines = [json.loads(line) for line in (guarded.folder / "log").read_text().splitlines()]
+    log = guarded.folder / "log"
+    guarded.wait_for(lambda: log.read_text().count("\n") == 15)  # a request is answered first, and then logged
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert [line["status"] for line in lines] == [401] * 12 + [200] * 3
     assert (lines[-1]["method"], lines[-1]["path"], lines[-1]["bytes"]) == ("POST", "/predict", len(answer.content))
     assert len(guarded.told["processes"]) == 2
