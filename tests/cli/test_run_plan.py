@@ -172,6 +172,8 @@ def test_a_host_of_an_engine_resolves_the_plan_of_its_driver_whatever_flag_was_g
 
 
 JOINED = "--nnodes 1:2 --node-rank 0 --rdzv-endpoint 10.0.0.1:29500 --replicas 4"
+
+
 def test_servers_count_where_memory_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "free_memory", lambda: 4 * checks.REPLICA_BYTES)
     checks.check(plan_of("train.py", "--replicas", "2", "--servers", "2"))
