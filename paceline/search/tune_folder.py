@@ -98,14 +98,16 @@ class TuneFolder:
         """A new one, or the one in which the same was asked for before."""
         path = Path(given) if given is not None else _named_after(script, asked)
         open_kept(path, ASKED, "a search", asked)
-        lock = (path / LOCK).open("ab")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            lock.close()
-            raise InvalidInput("folder", str(path), "another paceline tune is at work in it, wait or end it") from error
-        if not (path / IDENTITY).exists():
-            write_whole(path / IDENTITY, secrets.token_hex(4).encode())
+        with contextlib.ExitStack() as undone:
+            lock = undone.enter_context((path / LOCK).open("ab"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                expected = "another paceline tune is at work in it, wait or end it"
+                raise InvalidInput("folder", str(path), expected) from error
+            if not (path / IDENTITY).exists():
+                write_whole(path / IDENTITY, secrets.token_hex(4).encode())
+            undone.pop_all()
         return cls(path, lock)
 
     def close(self) -> None:
