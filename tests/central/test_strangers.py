@@ -119,6 +119,7 @@ def test_who_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("secure", [False, True])
 def test_strangers_lock_nobody_out(keys: Path, monkeypatch: pytest.MonkeyPatch, limit: str, secure: bool) -> None:
     monkeypatch.setattr(strangers_module, limit, 3)
+    monkeypatch.setattr(welcome_module, "HELLO_WITHIN_S", 300.0)  # so long a stranger could stay
     ours = Keys.load(keys / "ours") if secure else None
     with running(ours) as server, contextlib.ExitStack() as stack:
         idle = [stack.enter_context(server.connect()) for _ in range(3)]
@@ -134,18 +135,19 @@ def test_strangers_lock_nobody_out(keys: Path, monkeypatch: pytest.MonkeyPatch, 
 def test_a_crowd_of_one_address_takes_no_place_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strangers_module, "MOST_STRANGERS", 3)
     strangers, pairs = Strangers(), [socket.socketpair() for _ in range(4)]
-    for (here, _), address in zip(pairs, ("10.0.0.1", "10.0.0.2", "10.0.0.2", "10.0.0.3"), strict=True):
-        strangers.add(here, address)
-    for number, (here, there) in enumerate(pairs):
-        there.setblocking(False)
-        if number == 1:  # the oldest of the largest crowd
-            assert there.recv(1) == b""
-        else:
-            with pytest.raises(BlockingIOError):
-                there.recv(1)
-        strangers.remove(here)
-        here.close()
-        there.close()
+    with contextlib.ExitStack() as stack:
+        for (here, there), address in zip(pairs, ("10.0.0.1", "10.0.0.2", "10.0.0.2", "10.0.0.3"), strict=True):
+            stack.enter_context(there)
+            stack.enter_context(here)
+            strangers.add(here, address)
+            stack.callback(strangers.remove, here)
+        for number, (_, there) in enumerate(pairs):
+            there.setblocking(False)
+            if number == 1:  # the oldest of the largest crowd
+                assert there.recv(1) == b""
+            else:
+                with pytest.raises(BlockingIOError):
+                    there.recv(1)
 
 
 # ── what a client is told ────────────────────────────────────────────────────────────────────────────────────

@@ -114,5 +114,11 @@ def failures_without(mend: Mend, folder: Path) -> dict[str, list[str]]:
         name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
         for test in said:
             if name == test or name.startswith(f"{test}["):
-                said[test] += [found.get("message", "") for found in case if found.tag in ("failure", "error")]
+                said[test] += [_errors(found.text or "") for found in case if found.tag in ("failure", "error")]
     return said
+
+
+def _errors(report: str) -> str:
+    """Return what a failure says, without the lines of the test around it, in which anything may stand."""
+    marked = [line[1:] for line in report.splitlines() if line.startswith("E ")]
+    return "\n".join(marked) or report  # one of `pytest.fail` has only what it says
