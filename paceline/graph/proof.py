@@ -64,7 +64,7 @@ class Proof:
         tensors = (*self.model.named_parameters(), *self.model.named_buffers(), *enumerate(inputs))
         shapes = [(name, tuple(t.shape), t.stride(), str(t.dtype), t.requires_grad) for name, t in tensors]
         modules = [(path, type(module).__qualname__) for path, module in self.model.named_modules()]
-        returned = self._structure.words, _numbers(self._structure)
+        returned = self._structure.words, self._structure.constants
         return repr((self._theirs.operators, shapes, modules, returned))
 
     def holds(self, graph: CallGraph) -> bool:

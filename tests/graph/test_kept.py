@@ -208,7 +208,12 @@ def test_what_no_name_leads_to_makes_another_key(monkeypatch: pytest.MonkeyPatch
 
 def test_what_is_given_and_returned_and_what_a_function_keeps_make_another_key() -> None:
     given = [batch_of(), batch_of(4), {**batch_of(), "x": torch.randn(3, 5).t()}]
-    functions = [loss, both, with_closure(1.0), with_closure(2.0), lambda model, batch: {"loss": loss(model, batch)}]
+    said: list[Callable[..., Any]] = [
+        lambda model, batch: {"loss": loss(model, batch)},
+        lambda model, batch: {"loss": loss(model, batch), "said": "one"},
+        lambda model, batch: {"loss": loss(model, batch), "said": "other"},
+    ]
+    functions = [loss, both, with_closure(1.0), with_closure(2.0), *said]
     with torch.no_grad():
         without = key()
     keys = [*(key(batch=batch) for batch in given), *(key(function) for function in functions[1:]), without]
