@@ -128,26 +128,29 @@ def check_inputs(arrays: dict[str, np.ndarray], specs: list[ServedTensor] | None
     def wrong(field: str, value: object, more: str = "") -> RequestError:
         return bad(field, value, f"{more}the model takes {', '.join(spec.words for spec in specs)}")
 
-    for name in arrays:
-        if not any(spec.name == name for spec in specs):
-            raise wrong("inputs", name)
+    ordered = {}
     for spec in specs:
-        if spec.name not in arrays:
-            raise wrong("inputs", list(arrays), f"{spec.name} is missing, ")
-        array = arrays[spec.name]
-        if array.dtype != _TYPES.get(spec.datatype):
-            raise wrong(f"datatype of {spec.name}", DATATYPES[array.dtype.name])
-        if array.ndim != len(spec.shape):
-            raise wrong(f"shape of {spec.name}", list(array.shape))
-    return {spec.name: arrays[spec.name] for spec in specs}
+        given = arrays.get(spec.name)
+        if given is None:
+            unknown = [name for name in arrays if all(other.name != name for other in specs)]
+            raise wrong("inputs", unknown[0]) if unknown else wrong("inputs", list(arrays), f"{spec.name} is missing, ")
+        if given.dtype != _TYPES.get(spec.datatype):
+            raise wrong(f"datatype of {spec.name}", DATATYPES[given.dtype.name])
+        if given.ndim != len(spec.shape):
+            raise wrong(f"shape of {spec.name}", list(given.shape))
+        ordered[spec.name] = given
+    if len(ordered) < len(arrays):
+        raise wrong("inputs", next(name for name in arrays if name not in ordered))
+    return ordered
 
 
 def check_sizes(arrays: Mapping[str, np.ndarray], specs: Sequence[ServedTensor]) -> None:
     """Raises of an array that has another size than its model takes, where that is said."""
     for spec in specs:
         shape = arrays[spec.name].shape
-        if any(size not in (ANY, given) for size, given in zip(spec.shape, shape, strict=True)):
-            raise bad(f"shape of {spec.name}", list(shape), f"the model takes {spec.words}")
+        for size, given in zip(spec.shape, shape, strict=True):
+            if size not in (ANY, given):
+                raise bad(f"shape of {spec.name}", list(shape), f"the model takes {spec.words}")
 
 
 def cast(data: Any, dtype: np.dtype[Any], field: str) -> np.ndarray:
