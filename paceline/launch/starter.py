@@ -9,7 +9,8 @@ supervisor adopts those (`guard.py`).
 
 A script may set variables that torch looks at when it is loaded, before it imports it. One whose text names any has no
 starter, and should what it imports set one, its process begins once more as a new Python (`starter_process.py`). A run
-of one process, and one with `PACELINE_PLAIN_TORCH=1`, has none either, and one whose starter has died does without it.
+of one process has none either, nor has a script that imports neither torch nor paceline itself, nor whoever says
+`PACELINE_PLAIN_TORCH=1`; and a run whose starter has died does without it.
 
 This is the supervisor's side; `starter_process.py` is the other.
 """
@@ -161,7 +162,7 @@ class Starter(ColdStart):
 def open_starter(job: RunJob, guard: Guard, threads: int) -> Starter | ColdStart:
     """Returns what starts the processes of a run on this host."""
     servers = len(job.servers_here)
-    if job.place.rows + servers < 2 or wants_plain_torch() or (not job.module and names_variables(job.script)):
+    if job.place.rows + servers < 2 or job.module or wants_plain_torch() or not pays_for(job.script):
         return ColdStart()
     modules = ["paceline.trainer"]
     if job.place.strategy.on_servers:
@@ -182,9 +183,11 @@ def is_read_at_loading(variable: str) -> bool:
     return variable.startswith(READ_AT_LOADING) and variable not in HARMLESS
 
 
-def names_variables(script: str) -> bool:
-    """Returns whether the text of a script names any of them, in quotes."""
+def pays_for(script: str) -> bool:
+    """Returns whether a script imports torch, and names no variable that torch would look at then."""
     with contextlib.suppress(OSError):
-        quoted = re.findall(rb"""["']([A-Z]+_[A-Z0-9_]+)["']""", Path(script).read_bytes())
-        return any(is_read_at_loading(name.decode()) for name in quoted)
+        text = Path(script).read_bytes()
+        imports = re.search(rb"^\s*(from torch\b|import (torch|paceline)\b)", text, re.MULTILINE)
+        quoted = re.findall(rb"""["']([A-Z]+_[A-Z0-9_]+)["']""", text)
+        return imports is not None and not any(is_read_at_loading(name.decode()) for name in quoted)
     return False

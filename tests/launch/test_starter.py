@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from paceline.launch.starter import names_variables
+from paceline.launch.starter import pays_for
 from tests.conftest import Run, Start
 
 # What a script may look at, before it imports torch and after it.
@@ -94,18 +94,23 @@ def test_what_a_module_sets_for_torch_before_it_is_imported_is_heard(start: Star
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
+    ("text", "pays"),
     [
-        ("os.environ['OMP_NUM_THREADS'] = '1'", True),
-        ('os.environ.setdefault("TORCH_LOGS", "all")', True),
-        ("os.environ['CUDA_VISIBLE_DEVICES'] = '1'", False),
-        ("TORCH_HOME = None", False),
-        ("os.environ['KMP_DUPLICATE_LIB_OK'] = 'True'", False),
+        ("import torch, os", True),
+        ("def main():\n    import paceline as pl", True),
+        ("from torch import nn", True),
+        ("import torchvision", False),
+        ("import os", False),
+        ("os.environ['OMP_NUM_THREADS'] = '1'\nimport torch", False),
+        ('os.environ.setdefault("TORCH_LOGS", "all")\nimport torch', False),
+        ("os.environ['CUDA_VISIBLE_DEVICES'] = '1'\nimport torch", True),
+        ("import torch\nTORCH_HOME = None", True),
+        ("os.environ['KMP_DUPLICATE_LIB_OK'] = 'True'\nimport torch", True),
     ],
 )
-def test_a_script_that_names_variables_of_torch_is_a_new_python(text: str, named: bool, tmp_path: Path) -> None:
+def test_scripts_that_load_torch_and_set_nothing_for_it_are_forked(text: str, pays: bool, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(text)
-    assert names_variables(str(tmp_path / "train.py")) is named
+    assert pays_for(str(tmp_path / "train.py")) is pays
 
 
 def test_a_run_goes_on_without_its_starter(start: Start) -> None:
