@@ -26,9 +26,9 @@ import torch
 from torch import nn
 
 from paceline.errors import InvalidInput, ReplicaDied, StrategyError
-from paceline.exchange.board import COLLECTIVE_BITS, Members
+from paceline.exchange.board import COLLECTIVE_BITS, Board, Members
 from paceline.exchange.together import Together
-from paceline.exchange.words import Kind, Phase, Word
+from paceline.exchange.words import HostWord, Kind, Phase, Word
 from paceline.memory.arena import Arena
 from paceline.mirrored.between_hosts import BetweenHosts, OneHost
 from paceline.mirrored.link_maker import LinkMaker
@@ -80,6 +80,11 @@ def _exchange(kind: Kind, given: bytes) -> list[bytes]:
             f"{kind.words.removeprefix('calls ')} is for replicas that make every step together, and on servers each "
             "makes steps of its own; use trainer.evaluate, or leave out --servers",
         )
+    if place.joins and place.board is not None and not Board(place.board).host_get(HostWord.JOIN_AT):
+        raise ReplicaDied(
+            f"host {place.host} has come to a run in progress, and nobody can tell it what the others have got from "
+            f"the earlier calls of its script: a script with {kind.words.removeprefix('calls ')} cannot be joined"
+        )
     if place.restarted:
         raise ReplicaDied(
             f"replica {place.replica} was started again, and nobody can tell it what the others have got from the "
@@ -102,6 +107,7 @@ class _Others:
         self._devices = place.strategy.devices
         place, self._together, links = find_others(nn.Module(), place, purpose="calls")
         self._together.board.announce(place.row)
+        self._together.board.host_set(HostWord.CALLED, 1)
         self._rows = place.rows
         self._hosts = _HostsOfCalls(self._together, links, self._tell) if links is not None else OneHost()
 

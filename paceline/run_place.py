@@ -81,6 +81,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     restarts: bool = False  # replicas that die are started again, and join
     operation_timeout_s: float | None = None  # of every call of the script's
     restarted: bool = False  # a new process in the place of one that died
+    joins: bool = False  # its host has come to a run in progress
     save_on_stop: str | None = None
     most_steps: int | None = None  # of the whole run, after which it stops
     slow: dict[int, float] = {}  # by replica: how many times as long its computing is made to take

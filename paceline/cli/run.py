@@ -29,11 +29,12 @@ from paceline.cli import number, seconds, whole
 from paceline.cli.checks import check, check_script
 from paceline.cli.cut import add_cut_arguments
 from paceline.cli.engine_flags import add_engine_arguments
+from paceline.cli.run_hosts import HostRange
 from paceline.cli.run_keys import with_keys
 from paceline.cli.run_plan import DEFAULT_PORT, RunPlan, by_collectives, resolve
 from paceline.cli.unused import unused
 from paceline.launch.cores import allowed_cores, share_of_cores
-from paceline.launch.emulate import EmulatedHosts, Emulation
+from paceline.launch.emulate import EmulatedHosts, Emulation, is_emulated_host
 from paceline.launch.hosts import supervise_hosts
 from paceline.launch.outcome import RunOutcome
 from paceline.launch.replica import PARENT_VARIABLE, die_with_parent
@@ -99,7 +100,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     faults.add_argument("--save-on-stop", metavar="PATH", help="a checkpoint to write when stopped by Ctrl-C")
     add_stop_arguments(parser)
     hosts = parser.add_argument_group("several machines")
-    hosts.add_argument("--nnodes", dest="hosts", type=whole("nnodes", 1), metavar="N", help="how many, default 1")
+    hosts.add_argument(
+        "--nnodes",
+        dest="hosts",
+        action=HostRange,
+        metavar="N",
+        help="how many, default 1; 2:4: from two on, and up to four, which may join later",
+    )
     hosts.add_argument(
         "--node-rank", dest="host", type=whole("node-rank", 0), metavar="K", help="which one this is, from 0"
     )
@@ -222,7 +229,7 @@ def execute(options: argparse.Namespace) -> int:
     started = PARENT_VARIABLE in os.environ  # by another command of ours
     if started:
         die_with_parent()
-    inside = started and options.emulate is not None and options.rdzv_endpoint is not None  # on an emulated host
+    inside = None not in (options.emulate, options.rdzv_endpoint, options.host) and (started or is_emulated_host())
     check_script(options.script, module=options.module)
     if options.auto:
         from paceline.cli.auto import by_plan  # which loads what plans need
@@ -236,9 +243,9 @@ def execute(options: argparse.Namespace) -> int:
     check(plan, inside=inside)
     if inside:  # an emulated host has cores of its own, as far as they go
         os.sched_setaffinity(0, share_of_cores(plan.host, plan.hosts, allowed_cores()))
-    folder = choose_run_folder(plan.run_folder, plan.name, host=plan.host)
+    folder = choose_run_folder(plan.run_folder, plan.name, host=plan.host, again=plan.fewest is not None)
     if plan.emulate is not None and not inside:
-        return _run_on_emulated_hosts(plan, Emulation.parse(plan.emulate), folder)
+        return _run_on_emulated_hosts(plan, Emulation.parse(plan.emulate, may_join=True), folder)
     return _run_here(plan, folder)
 
 
@@ -422,8 +429,11 @@ def _run_on_emulated_hosts(plan: RunPlan, emulation: Emulation, folder: Path) ->
             )
             for host in range(emulation.hosts)
         ]
+        begin = emulation.fewest or emulation.hosts
+        for host, command in enumerate(commands[begin:], begin):
+            put(sys.stderr, f"paceline: host {host} may join: {shlex.join(command)}\n".encode())
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": hosts.interface}
-        exit_code = supervise_hosts(commands, environment, signals, meet=plan.meets)
+        exit_code = supervise_hosts(commands[:begin], environment, signals, meet=plan.meets)
     if plan.json:
         put(sys.stdout, _as_json(folder, {**_last_event(folder), "exit_code": exit_code}))
     return exit_code

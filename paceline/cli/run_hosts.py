@@ -2,12 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import argparse
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.cli import is_count
 from paceline.errors import StrategyError
 from paceline.strategy import Strategy
+
+
+class HostRange(argparse.Action):
+    """`--nnodes 4`, or `--nnodes 2:4`: how many hosts may be there, and how many have to be (`fewest`)."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        text = str(values)
+        fewest, colon, most = text.rpartition(":")
+        if not is_count(most) or int(most) < 1 or (colon and not (is_count(fewest) and 1 <= int(fewest) <= int(most))):
+            expected = "give how many hosts there are, such as 4, or from how many on and up to how many, such as 2:4"
+            raise StrategyError("nnodes", text, expected)
+        namespace.hosts = int(most)
+        if colon:
+            namespace.fewest = int(fewest)
+
+
+def check_joining(given: Mapping[str, Any], fewest: int, hosts: int, strategy: Strategy, on_failure: str) -> None:
+    """In what kind of run hosts can join."""
+    field, value = ("emulate", given["emulate"]) if "emulate" in given else ("nnodes", f"{fewest}:{hosts}")
+    why = why_no_death_is_survived(given, strategy)
+    if strategy.server_processes:
+        why = "with servers"
+    if "on" in given:
+        why = f"on {given['on']}, which has as many nodes as are asked for"
+    if on_failure == "stop":
+        why = "with --on-failure stop, where nobody goes on without the others"
+    if hosts == 1:
+        why = "of one host, give more"
+    if why is not None:
+        raise StrategyError(field, value, f"no host can join a run {why}, give one number")
 
 
 def check_hosts(given: Mapping[str, Any], hosts: int, strategy: Strategy, on_failure: str) -> None:

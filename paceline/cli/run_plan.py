@@ -22,6 +22,7 @@ from paceline.cli.cut import CUT_FLAGS, read_split
 from paceline.cli.engine_flags import ENGINE_FLAGS, check_engine, hosts_by_default
 from paceline.cli.run_hosts import (
     check_hosts,
+    check_joining,
     check_secure,
     hosts_of_servers,
     which_host,
@@ -68,7 +69,7 @@ _AS_GIVEN = ("lost_after_s", "secure", "slow")
 _STOPS = ("until", "goes_on", "longest_s", "most_steps")
 # Of these every host may have its own.
 _OF_ONE_HOST = ("script", "arguments", "host", "rendezvous", "save_on_stop", "token", "keys")
-_NOT_FLAGS = ("script", "arguments", "strategy", "given")
+_NOT_FLAGS = ("script", "arguments", "strategy", "given", "fewest")
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class RunPlan:
     host: int
     rendezvous: str | None
     emulate: str | None
+    fewest: int | None = None  # hosts that are enough, and others may join; None: all have to be there at the start
     join: str | None = None  # addresses of servers that run already
     container: str | None = None  # the run folder's name, if it is not given
     token: str | None = None
@@ -133,6 +135,8 @@ class RunPlan:
         words = self.strategy.flags()
         for own in (f.name for f in fields(self) if f.name not in _NOT_FLAGS):
             value, flag = getattr(self, own), _flag(own)
+            if own == "hosts" and self.fewest is not None:
+                value = f"{self.fewest}:{value}"
             if own in self.given_settings and was_given(value):
                 words += [flag] if value is True else [flag, str(value)]
         return words
@@ -207,6 +211,7 @@ class RunPlan:
             settings={_flag(name).lstrip("-"): str(value) for name, value in own.items()} | versions,
             timeout_s=self.strategy.timeout_s,
             lost_after_s=self.lost_after_s,
+            fewest=self.fewest,
         )
 
     def place(self, run_folder: Path) -> Place:
@@ -269,8 +274,10 @@ def resolve(options: argparse.Namespace) -> RunPlan:
     """The plan behind the flags; a sentence for whatever is wrong with them."""
     given = {name: value for name, value in vars(options).items() if value is not None and value is not False}
     check_engine(given)
+    fewest: int | None = given.get("fewest")
     if "emulate" in given:
-        hosts = Emulation.parse(given["emulate"]).hosts
+        emulation = Emulation.parse(given["emulate"], may_join=True)
+        hosts, fewest = emulation.hosts, emulation.fewest
     else:
         hosts = given.get("hosts", hosts_by_default(given))
     if hosts > MOST_HOSTS:
@@ -288,6 +295,8 @@ def resolve(options: argparse.Namespace) -> RunPlan:
         raise StrategyError("on-failure", on_failure, "replicas that use collectives survive no death: give stop")
     if split is not None and on_failure == "continue":
         raise StrategyError("on-failure", on_failure, "a cut model needs all its devices: give stop or restart")
+    if fewest is not None:
+        check_joining(given, fewest, hosts, strategy, on_failure)
     if hosts > 1:
         check_hosts(given, hosts, strategy, on_failure)
     elif given.get("every") != 1 and not by_collectives(strategy):
@@ -312,6 +321,7 @@ def resolve(options: argparse.Namespace) -> RunPlan:
         host=which_host(given, hosts),
         rendezvous=_rendezvous(given, hosts, strategy),
         emulate=given.get("emulate"),
+        fewest=fewest,
         join=",".join(addresses("join", given["join"])) if "join" in given else None,
         until=str(Target.parse(given["until"])) if "until" in given else None,
         servers_on=hosts_of_servers(given, hosts, strategy),

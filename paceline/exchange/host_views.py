@@ -87,6 +87,11 @@ class HostViews:
         self._board.set(self._row, Word.VIEW_FAILED, members.epoch)  # the supervisor need not have noticed why
         self._enter(members.epoch + 1)
 
+    def leave_to_let_in(self, members: Members) -> None:
+        """Hosts are let in after this step: returns when all, and they, have entered the next view."""
+        self._board.set(self._row, Word.LETS_IN, members.tag)
+        self._enter(members.epoch + 1)
+
     def _enter(self, at_least: int) -> None:
         board, row = self._board, self._row
 

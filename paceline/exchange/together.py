@@ -61,8 +61,8 @@ class Together:
     def attempt(self, one_try: Callable[[Members], T], *, limited: bool = False, on_host: bool = False) -> T:
         """Do the next op with all members; again with those who are left, when one dies before it is complete.
 
-        `on_host`: with those of this host alone, whatever happens on others. Nothing is decided at its end, so nobody may
-        leave it for a new view: others, who have seen all arrive, would have gone on.
+        `on_host`: with those of this host alone, whatever happens on others. Nothing is decided at its end, so nobody
+        may leave it for a new view: others, who have seen all arrive, would have gone on.
 
         `limited` by a deadline, if there is one around the call: a member that has not arrived when its time is over
         gives the op up. That can never be complete then, so all do: `DeadlineExceeded` in all of them, or in none. Who

@@ -28,7 +28,12 @@ class HostWord(enum.IntEnum):
     VIEW = 12  # supervisor: the newest view of the hosts; below 0 while it is written; 0: there are no other hosts
     OPENED = 13  # supervisor: the last view that all have entered
     DECIDED = 14  # first member: the last op that all hosts have completed; supervisor: the same before a view opens
+    HOSTS_READY = 15  # supervisor: the view whose members may let in hosts that are ready
     STORE = 16  # a text of up to 32 words: address and port of the store through which processes of several hosts meet
+    LET_IN_AFTER = 48  # first member: the step after which they are let in
+    JOIN_AT = 49  # supervisor of a host that joins: the op in which it gets the run's state
+    CALLED = 50  # replicas: 1 if the script has called pl.barrier, pl.mean …
+    MODEL = 51  # replicas: a fingerprint of the newest trainer's model and optimizer
 
 
 OVER_SAMPLES = -1.0  # in the place of a count: the loss is a mean over samples
@@ -80,7 +85,8 @@ class Word(enum.IntEnum):
     GAVE_UP = 39  # the last op that it has given up, because it was late: it will never arrive there
     LIMIT = 40  # float: seconds that it was allowed for that
     LATE = 41  # float: seconds by which it was late
-    DESCRIPTOR = 42  # the arenas it holds open: arena number and file descriptor, a word each, taking turns
+    LETS_IN = 42  # tag of the last step after which it has left its view to let hosts in
+    DESCRIPTOR = 43  # the arenas it holds open: arena number and file descriptor, a word each, taking turns
 
 
 class Kind(enum.IntEnum):
@@ -96,9 +102,12 @@ class Kind(enum.IntEnum):
     MEAN = 7
     GATHER = 8
     BROADCAST = 9
+    LET_IN = 10
 
     @property
     def words(self) -> str:
+        if self is Kind.LET_IN:
+            return "lets in a host"
         if self >= Kind.BARRIER:
             return f"calls pl.{self.name.lower()}"
         calls = "builds a trainer", "takes a step", "evaluates", "saves or resumes", "updates", "calls trainer.batches"

@@ -53,15 +53,16 @@ class Emulation:
     """How many hosts to emulate, and how fast the link of each is.
 
     >>> Emulation.parse("hosts=2,link=1gbit")
-    Emulation(hosts=2, link='1gbit')
+    Emulation(hosts=2, link='1gbit', fewest=None)
     """
 
     hosts: int
     link: str
+    fewest: int | None = None  # that are started, if others may join; None: all
 
     def __post_init__(self) -> None:
-        if not 2 <= self.hosts <= _MOST_HOSTS:
-            raise _wrong_hosts(self.hosts)
+        if not 2 <= self.hosts <= _MOST_HOSTS or not 1 <= (self.fewest or 1) <= self.hosts:
+            raise _wrong_hosts(self.hosts if self.fewest is None else f"{self.fewest}:{self.hosts}")
         if not _RATE.fullmatch(self.link) or not 1e6 <= self.bits_per_s <= 100e9:
             expected = "give a rate from 1mbit to 100gbit, such as 100mbit, 1gbit or 10gbit"
             raise StrategyError("emulate's link", self.link, expected)
@@ -74,8 +75,8 @@ class Emulation:
         return float(rate[1]) * _BITS_PER_S[rate[2]]
 
     @classmethod
-    def parse(cls, text: str) -> Emulation:
-        """Read what stands after `--emulate`."""
+    def parse(cls, text: str, *, may_join: bool = False) -> Emulation:
+        """Read what stands after `--emulate`; `may_join`: hosts=2:4 has two at the start, and up to four."""
         given: dict[str, str] = {}
         for item in text.split(","):
             key, equals, value = (part.strip() for part in item.partition("="))
@@ -91,13 +92,19 @@ class Emulation:
         for key in _KEYS:
             if key not in given:
                 raise StrategyError("emulate", text, f"{key} is missing, write it as {_EXAMPLE}")
-        if not re.fullmatch(r"[0-9]{1,9}", given["hosts"]):
+        fewest, colon, most = given["hosts"].rpartition(":")
+        if not re.fullmatch(r"[0-9]{1,9}(:[0-9]{1,9})?", given["hosts"]) or (colon and not may_join):
             raise _wrong_hosts(given["hosts"])
-        return cls(int(given["hosts"]), given["link"])
+        return cls(int(most), given["link"], int(fewest) if colon else None)
 
 
 def _wrong_hosts(value: object) -> StrategyError:
     return StrategyError("emulate's hosts", value, f"give a whole number from 2 to {_MOST_HOSTS}")
+
+
+def is_emulated_host() -> bool:
+    """Whether this process runs on one."""
+    return _NAMESPACE.fullmatch(_run("ip", "netns", "identify", str(os.getpid())).strip()) is not None
 
 
 def check_permission() -> None:

@@ -47,6 +47,8 @@ class RunBegins(_Said, frozen=True, kw_only=True):
 
     container: str
     addresses: list[str]  # of all servers
+    hosts: list[int]  # that the run begins with, or has
+    joins: bool = False  # it has begun before, and this host is to join it
 
 
 class RunRefused(_Said, frozen=True, kw_only=True):
@@ -113,6 +115,8 @@ class ViewWanted(_Said, frozen=True, kw_only=True):
     host: int
     rows: list[int]
     failed: int
+    died: bool = False  # because some of its rows have
+    let_in_at: int = 0  # because hosts are to be let in, in that op
 
 
 class ViewProposed(_Said, frozen=True, kw_only=True):
@@ -120,6 +124,7 @@ class ViewProposed(_Said, frozen=True, kw_only=True):
 
     number: int
     rows: dict[int, list[int]]  # by host
+    let_in_at: int = 0  # the op in which those that are new get the run's state
 
 
 class ViewEntered(_Said, frozen=True, kw_only=True):
@@ -137,6 +142,21 @@ class ViewOpened(_Said, frozen=True, kw_only=True):
     number: int
     decided: int  # the last op that any host knew to be
     store: str  # address and port
+
+
+class HostReady(_Said, frozen=True, kw_only=True):
+    """All replicas of a host that joins have come to where they need the run's state."""
+
+    host: int
+    rows: list[int]
+    trainer: int  # which of its script's this is
+    model: int  # a fingerprint of what it trains
+
+
+class HostsMayJoin(_Said, frozen=True, kw_only=True):
+    """From host 0: hosts are ready, and may be let in after a step of that view."""
+
+    number: int
 
 
 HostMessage = (
@@ -159,7 +179,9 @@ HostMessage = (
     | ViewProposed
     | ViewEntered
     | ViewOpened
+    | HostReady
+    | HostsMayJoin
 )
-ViewMessage = ViewWanted | ViewProposed | ViewEntered | ViewOpened
+ViewMessage = ViewWanted | ViewProposed | ViewEntered | ViewOpened | HostReady | HostsMayJoin
 ReplicaNews = ReplicaEnded | ReplicaStarted
 HOST_MESSAGES: msgspec.msgpack.Decoder[HostMessage] = msgspec.msgpack.Decoder(HostMessage)

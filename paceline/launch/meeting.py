@@ -9,6 +9,9 @@ with a supervisor die all its processes, so its host is gone; so is one that fal
     host 1 ◀──────begins, all servers are at …────── host 0 ──────▶ host 2  … training …
     host 1 ──finished──▶ host 0 ◀──finished── host 2                        all have: over
 
+Where hosts may join (`fewest` of them are enough to begin), host 0 goes on listening. Who comes later is told that the
+run has begun, and is outside of it until it is let in (`view_keeper.py`): nobody waits for it, or ends with it.
+
 Threads do what may take long (connecting, greeting, reading) and leave what has come in a queue; the one thread that
 decides finds a byte in a pipe (`descriptor`), as it does for everything else that happens.
 """
@@ -32,12 +35,15 @@ from paceline.launch.host_messages import (
     HostFinished,
     HostLost,
     HostMessage,
+    HostReady,
     RunBegins,
     RunOver,
     RunRefused,
     StillHere,
     ViewMessage,
+    ViewProposed,
 )
+from paceline.launch.latecomers import Arrived, Latecomers
 from paceline.launch.silence import Silence
 from paceline.net.frames import Channel, ConnectionLost, FrameError
 from paceline.net.secure import HANDSHAKE_S, Keys, wrap_client, wrap_server
@@ -47,6 +53,7 @@ CONNECT_S = 5.0
 RETRY_S = 0.2
 SEND_S = 10.0
 LATE_S = 60.0  # that host 0 stays for hosts that come after it is known that there will be no run
+MOMENT_S = 3.0  # for more hosts, when there are enough to begin
 
 
 @dataclass(frozen=True)
@@ -61,49 +68,7 @@ class HostsSetting:
     settings: Mapping[str, str]  # by name, as they were typed or are by default
     timeout_s: float
     lost_after_s: float  # of silence, that a host is taken to be gone
-
-
-@dataclass(frozen=True)
-class _Arrived:
-    """A connection to a host that has shown who it is; the message is what it has come with."""
-
-    channel: Channel[HostMessage]
-    address: str  # of this machine on that connection, for a host that has not come with its servers' addresses yet
-    comes: HostComes | None = None
-
-
-class SingleHost:
-    """The meeting of a run on one host: nobody else is there."""
-
-    descriptor: int | None = None
-
-    def __init__(self) -> None:
-        self.code: int | None = None  # of the run, once it is over
-
-    def address(self) -> str | None:
-        return "127.0.0.1"
-
-    def gather(self, servers: Mapping[int, str], container: str) -> Callable[[], RunBegins | None]:
-        begins = RunBegins(container=container, addresses=list(servers.values()))
-        return lambda: begins
-
-    def tell(self, message: HostMessage) -> None:
-        """There is nobody to hear it."""
-
-    def tell_first(self, message: HostMessage) -> None:
-        """There is nobody to hear it."""
-
-    def news(self) -> list[HostMessage]:
-        return []
-
-    def finish(self, code: int, *, trained: bool) -> None:
-        self.code = code
-
-    def leave(self) -> None:
-        """There is nobody to leave."""
-
-    def close(self) -> None:
-        """There are no connections."""
+    fewest: int | None = None  # hosts that are enough to begin, and others may join; None: all, and nobody may
 
 
 class Meeting:
@@ -115,7 +80,9 @@ class Meeting:
         self._give_up_at = time.monotonic() + setting.timeout_s
         self._refused: PacelineError | None = None  # why there will be no run
         self._came = 0  # hosts, to host 0
-        self._inbox: queue.SimpleQueue[tuple[int, HostMessage | _Arrived | PacelineError]] = queue.SimpleQueue()
+        self._enough_at: float | None = None  # when there were enough of them to begin
+        self._late = Latecomers(self._check, setting.lost_after_s)
+        self._inbox: queue.SimpleQueue[tuple[int, HostMessage | Arrived | PacelineError]] = queue.SimpleQueue()
         self.descriptor, self._wake = os.pipe()
         os.set_blocking(self.descriptor, False)
         os.set_blocking(self._wake, False)
@@ -142,7 +109,7 @@ class Meeting:
         for _, message in self._take():
             if isinstance(message, PacelineError):
                 raise message
-            if isinstance(message, _Arrived):
+            if isinstance(message, Arrived):
                 self._links[0] = message.channel
                 return message.address
         return None
@@ -150,7 +117,9 @@ class Meeting:
     def gather(self, servers: Mapping[int, str], container: str) -> Callable[[], RunBegins | None]:
         """Tell that this host's servers listen at these addresses. Returns what is to be asked until it answers; it
         raises when there will be no run. `container`: its name, if this is host 0."""
-        own = HostComes(host=self._setting.host, settings=dict(self._setting.settings), servers=dict(servers))
+        own = self._own = HostComes(
+            host=self._setting.host, settings=dict(self._setting.settings), servers=dict(servers)
+        )
         if self._setting.host:
             self._read_from(0)
             self._send(0, own)
@@ -174,11 +143,13 @@ class Meeting:
     def _all_are_there(self, come: dict[int, HostComes], container: str) -> RunBegins | None:
         """Take in who has come. What is wrong with one is said to all, since nobody can go on without it."""
         for host, message in self._take():
-            if isinstance(message, _Arrived) and message.comes is not None:
+            if isinstance(message, Arrived) and message.comes is not None:
                 self._came += 1
                 try:
                     if self._refused is None:
-                        self._check(message.comes, come)
+                        self._check(message.comes)
+                        if message.comes.host in come:
+                            raise StrategyError("node-rank", message.comes.host, "two hosts have it, give each its own")
                 except PacelineError as error:
                     self._refuse(error)
                 if self._refused is not None:
@@ -193,7 +164,7 @@ class Meeting:
                 self._refuse(message)
             elif isinstance(message, HostLost):
                 self._refuse(LaunchError(f"host {host} has ended before the run began ({message.why}): see its output"))
-        missing = [host for host in range(self._setting.hosts) if host not in come]
+        missing = self._missing(come)
         if missing and self._refused is None and time.monotonic() > self._give_up_at:
             self._refuse(
                 LaunchError(
@@ -207,21 +178,30 @@ class Meeting:
         if missing:
             return None
         addresses = {number: address for one in come.values() for number, address in one.servers.items()}
-        begins = RunBegins(container=container, addresses=[addresses[number] for number in sorted(addresses)])
-        self._stop_listening()
+        ordered = [addresses[number] for number in sorted(addresses)]
+        begins = RunBegins(container=container, addresses=ordered, hosts=sorted(come))
+        if self._setting.fewest is None:
+            self._stop_listening()
         for host in list(self._links):
             self._send(host, begins)
         return begins
 
-    def _check(self, comes: HostComes, come: Mapping[int, HostComes]) -> None:
-        here = come[0].settings
+    def _missing(self, come: Mapping[int, HostComes]) -> list[int]:
+        """The hosts without which the run does not begin: it waits a moment for those that need not be there."""
+        missing = [host for host in range(self._setting.hosts) if host not in come]
+        if len(come) < (self._setting.fewest or self._setting.hosts):
+            return missing
+        now = time.monotonic()
+        self._enough_at = self._enough_at or now
+        return missing if now < self._enough_at + MOMENT_S else []
+
+    def _check(self, comes: HostComes) -> None:
+        here = self._own.settings
         for name in dict.fromkeys((*here, *comes.settings)):
             theirs, ours = comes.settings.get(name, "not given"), here.get(name, "not given")
             if theirs != ours:
                 expected = f"that is host {comes.host}'s, and host 0 has {ours!r}, give every host the same"
                 raise StrategyError(name, theirs, expected)
-        if comes.host in come:
-            raise StrategyError("node-rank", comes.host, "two hosts have it, give each its own")
 
     def _refuse(self, error: PacelineError) -> None:
         """There will be no run. Who comes later is told so too, for a while."""
@@ -235,6 +215,8 @@ class Meeting:
 
     def tell(self, message: HostMessage) -> None:
         """Have all other hosts hear that."""
+        if isinstance(message, ViewProposed):
+            self._late.outside -= message.rows.keys()
         for host in list(self._links):
             self._send(host, message)
 
@@ -252,6 +234,10 @@ class Meeting:
         self._listen_for_silence()
         heard: list[HostMessage] = []
         for host, message in self._take():
+            if isinstance(message, Arrived) and message.comes is not None:
+                self._late.came(message.comes, message.channel)
+            elif host in self._late.outside and not isinstance(message, HostLost | HostReady):
+                continue  # what happens there is no business of the run
             if isinstance(message, HostLost) and message.host == host:
                 if host not in self._links:
                     continue  # that is known
@@ -264,12 +250,31 @@ class Meeting:
                 self.code = message.code
             elif isinstance(message, ViewMessage):
                 heard.append(message)
-            elif not isinstance(message, _Arrived | PacelineError | StillHere):
+            elif not isinstance(message, Arrived | PacelineError | StillHere):
                 heard.append(message)
                 for other in [other for other in self._links if other != host]:
                     self._send(other, message)
+        heard += self._let_come()
         self._look_whether_over()
         return heard
+
+    def _let_come(self) -> list[HostMessage]:
+        """Hosts that have come to a run in progress wait outside of it."""
+        heard: list[HostMessage] = []
+        for comes, channel in self._late.take(self._links, over=self.code is not None):
+            self._finished.pop(comes.host, None)
+            self._links[comes.host] = channel
+            self._read_from(comes.host)
+            self._send(comes.host, RunBegins(container="", addresses=[], hosts=sorted(self._inside()), joins=True))
+            heard.append(comes)
+        return heard
+
+    def _inside(self) -> set[int]:
+        return {0, *self._links} - self._late.outside
+
+    def refuse(self, host: int, why: str) -> None:
+        """Send away a host that would join the run."""
+        self._send(host, RunRefused(sentence=f"this host cannot join the run: {why}"))
 
     def _listen_for_silence(self) -> None:
         """Says that this host is still here, and finds those who have not said so for too long."""
@@ -298,7 +303,7 @@ class Meeting:
             self._drop(host)
 
     def _all_finished(self) -> bool:
-        return 0 in self._finished and all(host in self._finished for host in self._links)
+        return self._inside() <= self._finished.keys()
 
     def _look_whether_over(self) -> None:
         """Host 0 says when the run is over, and how it has ended: well, if it has for anybody and nobody has failed."""
@@ -311,7 +316,7 @@ class Meeting:
 
     # ── connections ──────────────────────────────────────────────────────────────────────────────────────
 
-    def _take(self) -> list[tuple[int, HostMessage | _Arrived | PacelineError]]:
+    def _take(self) -> list[tuple[int, HostMessage | Arrived | PacelineError]]:
         with contextlib.suppress(BlockingIOError):
             while os.read(self.descriptor, 4096):
                 pass
@@ -321,7 +326,7 @@ class Meeting:
                 taken.append(self._inbox.get_nowait())
         return taken
 
-    def _put(self, host: int, message: HostMessage | _Arrived | PacelineError) -> None:
+    def _put(self, host: int, message: HostMessage | Arrived | PacelineError) -> None:
         self._inbox.put((host, message))
         with contextlib.suppress(OSError):  # the pipe is full, so it wakes anyway; or the end has come
             os.write(self._wake, b"\0")
@@ -347,6 +352,7 @@ class Meeting:
         threading.Thread(target=read, name=f"paceline-host-{host}", daemon=True).start()
 
     def _drop(self, host: int) -> None:
+        self._late.outside.discard(host)
         if (channel := self._links.pop(host, None)) is not None:
             channel.close()
 
@@ -362,8 +368,9 @@ class Meeting:
         if self._listener is not None:
             self._listener.close()
         self.leave()
+        self._late.close()
         for _, message in self._take():
-            if isinstance(message, _Arrived):
+            if isinstance(message, Arrived):
                 message.channel.close()
 
     # ── host 0 ───────────────────────────────────────────────────────────────────────────────────────────
@@ -389,7 +396,7 @@ class Meeting:
             self._strangers.remove(connection)
             notice_silence(secured, self._setting.lost_after_s)
             comes = hear(channel, HostComes, self._setting.timeout_s)
-            self._put(comes.host, _Arrived(channel, "", comes))
+            self._put(comes.host, Arrived(channel, "", comes))
         except OtherVersion as error:
             self._put(0, error)
         except (PacelineError, OSError) as error:
@@ -422,7 +429,7 @@ class Meeting:
                 return
             self._closed.wait(RETRY_S)
 
-    def _arrive(self, connection: socket.socket) -> _Arrived:
+    def _arrive(self, connection: socket.socket) -> Arrived:
         address, keys = str(connection.getsockname()[0]), self._setting.keys
         secured = wrap_client(connection, keys) if keys is not None else connection
         channel: Channel[HostMessage] = Channel(secured, HOST_MESSAGES, most_body_bytes=0)
@@ -432,7 +439,7 @@ class Meeting:
             channel.close()
             raise
         notice_silence(secured, self._setting.lost_after_s)
-        return _Arrived(channel, address)
+        return Arrived(channel, address)
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

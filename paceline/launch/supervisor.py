@@ -37,17 +37,20 @@ from paceline.launch import limits
 from paceline.launch.fresh_board import board_after, new_board
 from paceline.launch.guard import Guard
 from paceline.launch.host_messages import (
+    HostComes,
     HostLost,
+    HostReady,
     ReplicaEnded,
     ReplicaNews,
     ReplicaStarted,
     RunFailed,
+    RunRefused,
     StopAsked,
     ViewMessage,
 )
 from paceline.launch.host_rule import goes_on_without, replicas_of
 from paceline.launch.job import RunJob
-from paceline.launch.meeting import Meeting, SingleHost
+from paceline.launch.meeting import Meeting
 from paceline.launch.outcome import RunOutcome, link_bytes, outcome_of
 from paceline.launch.regular_look import LOOK_EVERY_S, RegularLook
 from paceline.launch.replica import ReplicaProcess
@@ -57,6 +60,7 @@ from paceline.launch.restarts import Restarts
 from paceline.launch.server_process import ServerProcess
 from paceline.launch.servers import LocalServers, NoServers
 from paceline.launch.signals import signals_as_bytes
+from paceline.launch.single_host import SingleHost
 from paceline.launch.view_keeper import ViewKeeper
 from paceline.run_place import INTERRUPTED, MODELS
 from paceline.watch.display import Display
@@ -154,6 +158,8 @@ class Supervisor:
         """Whether nothing runs any more, on this host or any other."""
         if self._living or self._due:
             return False
+        if self._is_outside:
+            self._hosts.leave()
         self._hosts.finish(self._own_exit_code(), trained=self._exit_code is not None or bool(self._finished))
         return self._hosts.code is not None
 
@@ -184,12 +190,20 @@ class Supervisor:
         if begins is None:
             return
         if servers is None:
-            self._place = place = msgspec.structs.replace(self._place, address=address)
+            self._place = place = msgspec.structs.replace(self._place, address=address, joins=begins.joins)
             hosts = self._hosts
             self._views = ViewKeeper(
-                place.host, place.hosts, place.rows, hosts.tell, hosts.tell_first, self._cannot_go_on
+                place.host,
+                place.hosts,
+                place.rows,
+                hosts.tell,
+                hosts.tell_first,
+                self._cannot_go_on,
+                hosts.refuse,
+                (job.hosts.fewest if job.hosts is not None else None) or 1,
             )
-            self._views.begin(self._board)
+            if not begins.joins:
+                self._views.begin(self._board, begins.hosts)
             return
         at = servers.place(begins.container, begins.addresses)
         self._place = msgspec.structs.replace(self._place, servers=at)
@@ -417,6 +431,11 @@ class Supervisor:
         """Whether other hosts may go on when this one cannot."""
         return self._job.hosts is not None
 
+    @property
+    def _is_outside(self) -> bool:
+        """Whether this host has come to a run in progress, and has not been let in so far."""
+        return self._place.joins and self._views is not None and not self._views.inside
+
     def _tell_of(self, news: ReplicaNews) -> None:
         """Have the chief, wherever it is, know that a process has ended or is on its way."""
         if self._several:
@@ -429,7 +448,15 @@ class Supervisor:
                 self._servers.tell_chief(message)
             elif isinstance(message, ViewMessage):
                 assert self._views is not None
+                if isinstance(message, HostReady):
+                    self._event("host ready", host=message.host)
                 self._views.hear(message, self._board)
+            elif isinstance(message, HostComes):
+                self._event("host came", host=message.host)
+                self._say(f"host {message.host} has come, and takes part as soon as it is ready")
+            elif isinstance(message, RunRefused):
+                self._say(message.sentence)
+                self._end(1)
             elif isinstance(message, HostLost):
                 self._on_host_lost(message)
             elif isinstance(message, RunFailed):
@@ -472,6 +499,12 @@ class Supervisor:
         self._hear()
         if self._views is not None:
             self._views.look(self._board)
+            for host in self._views.take_joined():
+                self._say(f"host {host} takes part")
+                self._event("host joined", host=host)
+            if self._is_outside and self._hosts.code is not None and self._living:
+                self._say("the run has ended before this host could join")
+                self._drop_all()
         if self._kill_at is not None and now >= self._kill_at:
             for replica in self._living.values():
                 replica.send(signal.SIGKILL)

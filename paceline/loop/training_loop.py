@@ -413,6 +413,8 @@ class TrainingLoop:
             self._position.resume(state.with_open_step())
             self._call_of_others = state.call
             self._schedule.catch_up(state.step + 1)
+            if self.steps >= (self._place.most_steps or math.inf):
+                self._stop()
 
     def close(self) -> None:
         self._kept.keep()

@@ -116,6 +116,10 @@ class ModelArena:
 
     # ── views ────────────────────────────────────────────────────────────────────────────────────────────
 
+    def whole_state(self) -> list[torch.Tensor]:
+        """Returns all that a host needs to go on where this one is: parameters, optimizer state, notes, buffers."""
+        return [self.parameters, self._states, self._notes, self.buffers]
+
     def parameter(self, slot: Slot) -> torch.Tensor:
         return self._typed(self.parameters, slot)
 

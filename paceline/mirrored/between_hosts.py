@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.errors import Stalled
+from paceline.errors import ReplicaDied, Stalled
 from paceline.exchange.board import Board, MemberLost, Members
 from paceline.exchange.links import LOOK_EVERY, LinkLost, Links
 from paceline.exchange.other_hosts import OtherHosts
@@ -39,6 +39,7 @@ from paceline.loop.lockstep import BatchShare
 from paceline.memory.layout import Chunk, FlatLayout, Slot
 from paceline.memory.model_arena import ForHosts, ModelArena
 from paceline.mirrored.link_maker import LinkMaker
+from paceline.mirrored.newcomers import bring_state
 from paceline.mirrored.owner import Owner, sum_into
 from paceline.mirrored.step_parts import DecidedStep, StepPart
 from paceline.mirrored.wire_memory import WireMemory
@@ -96,6 +97,9 @@ class OneHost(StepPart):
 
     def take(self, saved: dict[str, torch.Tensor]) -> None:
         """Goes on from what a checkpoint has; one process of each host calls this."""
+
+    def bring(self, state: Callable[[], Sequence[torch.Tensor]], *, needs: bool) -> None:
+        """Hosts that join get the run's state, which lies in `state`; the first member of each host calls this."""
 
     def here(self, among: Sequence[int], count: int) -> tuple[Sequence[int], int]:
         """Returns which of `among`, of `count` members, share batch statistics with this host, and of how many."""
@@ -185,7 +189,18 @@ class BetweenHosts(OneHost):
             return self._memory.collect() if first else {}
 
     def take(self, saved: dict[str, torch.Tensor]) -> None:
-        self._memory.take(saved, self.number, self.most)
+        view = self._together.coming().view
+        hosts = range(self.most) if view is None else view.hosts
+        self._memory.take(saved, hosts.index(self.number), len(hosts))
+
+    def bring(self, state: Callable[[], Sequence[torch.Tensor]], *, needs: bool) -> None:
+        if self._links is None:
+            if needs:
+                raise ReplicaDied("no host is left that has the run's state: start it again from a checkpoint")
+            return
+        parts = [*state(), *self._memory.bases()]
+        self._sent = [self._threads.submit(bring_state, self._links, parts, needs=needs)]
+        self._await(*self._sent)
 
     def share(self, members: Members, index: int, count: int) -> BatchShare:
         view = members.view
@@ -204,6 +219,7 @@ class BetweenHosts(OneHost):
         self._give_up()
         self._links = self._make_links.open(members)
         self._view = members.epoch
+        self._counts = True  # those who are new do not know
         if view is None:
             hosts, own = self._make_links.hosts, len(members.ranks)
             self.count, self.total, self.before = hosts, hosts * own, self.number * own

@@ -69,11 +69,14 @@ class MirroredEngine(LockstepEngine):
         copy: HostCopy | None = None,
         elsewhere: StepPart | None = None,
         joining: bool = False,
+        host_joins: bool = False,
     ) -> None:
         """`cut`: what this process does of a replica that several devices are. `copy`: of a model that is on an
         accelerator, which owners are to know in its place. `elsewhere`: parameters that lie with
-        nobody here, and their part in a step. `joining`: this process was started again in a run in progress."""
-        self.model, self.replica, self.joining = model, replica, joining
+        nobody here, and their part in a step. `joining`: this process was started again in a run in progress.
+        `host_joins`: so was all of its host."""
+        self.model, self.replica, self.joining = model, replica, joining or host_joins
+        self._host_joins = host_joins
         self._together, self._hosts, self._clip_norm = together, hosts, clip_norm
         self._board, self._row = together.board, together.replica
         known, optimizer = (model, optimizer) if copy is None else (copy.model, copy.optimizer)
@@ -106,9 +109,10 @@ class MirroredEngine(LockstepEngine):
         self._count = 0  # members of the step, on all hosts
         self._step: DecidedStep | None = None  # the last
         self._kept: dict[str, torch.Tensor] = {}  # for the checkpoint that is being written
-        if hosts.several and not joining:
+        self._board.host_set(HostWord.MODEL, shared.fingerprint())
+        if hosts.several and not self.joining:
             together.attempt(self._compare_hosts)
-        if shared.users_state and not joining:
+        if shared.users_state and not self.joining:
             together.once(lambda: self._optimizer.take_state(shared.users_state))
 
     @property
@@ -157,10 +161,26 @@ class MirroredEngine(LockstepEngine):
         self._hosts.decide(members)
 
     def join(self) -> RunState:
-        state = self._joining.join()
+        state = self._joining.join_with_host(self._bring_state) if self._host_joins else self._joining.join()
         self._shared.take_buffers()
+        self._optimizer.forget()
+        self._part.closed()  # of a model on a device, what it finds goes there
         self.joining = False
         return state
+
+    def _let_hosts_in(self, members: Members) -> None:
+        """Those that are ready come in with the run's state, as it is after this step."""
+        assert self._together.views is not None
+        self._together.views.leave_to_let_in(members)
+        self._together.attempt(self._bring_state)
+
+    def _bring_state(self, members: Members) -> None:
+        self._board.work_on(members, Kind.LET_IN, Phase.AWAITING_HOSTS)
+        self._hosts.enter(members)
+        self._hosts.begin_call(Kind.LET_IN)
+        if members.first == self._row:
+            self._hosts.bring(self._joining.written_state, needs=self.joining)
+        self._hosts.decide(members)
 
     # ── as a worker ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -217,6 +237,8 @@ class MirroredEngine(LockstepEngine):
         for part in self._parts:
             part.closed()
         board.host_set(HostWord.CLOSED, step.members.op)
+        if step.lets_in and not closed.stop:
+            self._let_hosts_in(step.members)
         times_ns = (computed_at - began, arrived_at - computed_at, time.monotonic_ns() - arrived_at)
         board.end_step(me, times_ns, closed.loss, board.get(me, Word.SAMPLES_SEEN) + closed.samples, number + 1)
         return closed
@@ -272,6 +294,9 @@ class MirroredEngine(LockstepEngine):
         # One that was decided before, and is behind, is of a step that was given up.
         if board.host_get(HostWord.STOP_REQUESTED) and board.host_get(HostWord.STOP_AFTER) < members.op:
             board.host_set(HostWord.STOP_AFTER, members.op)
+        ready = members.view is not None and board.host_get(HostWord.HOSTS_READY) == members.epoch
+        ready &= not board.host_get(HostWord.CALLED)  # nobody could tell them what those calls have returned
+        board.host_set(HostWord.LET_IN_AFTER, members.op if ready else 0)
         # Local statistics are the first member's. So are exact ones when a member had no samples in some pass and has
         # missed its statistics; the first has samples in every pass.
         taken_over = not self._statistics.exact or self._statistics.some_were_idle
@@ -300,6 +325,7 @@ class MirroredEngine(LockstepEngine):
             len(counted),
             counts.count(OVER_SAMPLES),
             any(board.get(rank, Word.LOGGED) for rank in ranks),
+            board.host_get(HostWord.LET_IN_AFTER) == members.op,
         ]
         here = StepTotals(numbers[1], numbers[5])
         touched = self._shared.arena.touched[list(ranks)].amax(0)
@@ -309,7 +335,7 @@ class MirroredEngine(LockstepEngine):
             touched = self._hosts.touched(touched, totals[len(numbers) :] > 0)
             if numbers[4] != options * self._hosts.count:
                 raise _different_options(f"host {self._hosts.number}", "another host")
-        loss, samples, count, stop, _, total, sums, means, logs = numbers
+        loss, samples, count, stop, _, total, sums, means, logs, lets_in = numbers
         if sums and means:
             raise differing_kinds(counted=counts[ranks.index(self._row)] >= 0)
         if sums and not total:
@@ -318,7 +344,7 @@ class MirroredEngine(LockstepEngine):
         mean = loss / total if sums else loss
         closed = Closed(mean, int(samples), int(count) // self._part.devices, bool(stop), logged)
         weights = self._hosts.weights(board, ranks, self._part.devices, here, StepTotals(samples, total))
-        return closed, DecidedStep(members, number, touched.tolist(), weights)
+        return closed, DecidedStep(members, number, touched.tolist(), weights, bool(lets_in))
 
     # ── other calls of the script ────────────────────────────────────────────────────────────────────────
 

@@ -49,6 +49,7 @@ def open_mirrored(training: Training, tables: OpenTables) -> MirroredEngine:
     place, together, links = find_others(model if copy is None else copy.model, training.place)
     strategy, row, board = place.strategy, place.row, together.board
     joining = place.restarted and not board.alive(row)  # an earlier trainer of this process may have joined
+    host_joins = place.joins and not board.host_get(HostWord.VIEW)  # the same
     board.announce(row)
     board.host_set(HostWord.FIRST_REPLICA, place.host * place.rows)
     cut = None
@@ -70,6 +71,7 @@ def open_mirrored(training: Training, tables: OpenTables) -> MirroredEngine:
         copy=copy,
         elsewhere=elsewhere,
         joining=joining,
+        host_joins=host_joins,
     )
 
 
@@ -111,6 +113,8 @@ def _hosts(together: Together, links: LinkMaker | None, strategy: Strategy) -> O
 def meet(model: nn.Module, place: Place) -> tuple[Place, Together, Links | None]:
     """Find the others: this replica's place among those who share its memory, what it does together with them, the
     links to the rest, which are of the hosts that the run has now."""
+    if place.joins:
+        raise ReplicaDied("only a Trainer can join the other hosts in the middle of a run: start them all again")
     place, together, links = find_others(model, place)
     if links is None:
         return place, together, None
@@ -164,7 +168,10 @@ def find_others(model: nn.Module, place: Place, purpose: str = "owner") -> tuple
 
 def _views(place: Place) -> HostViews | None:
     """The views of a run whose hosts' supervisors have met."""
-    if place.hosts == 1 or place.board is None or not (board := Board(place.board)).host_get(HostWord.VIEW):
+    if place.hosts == 1 or place.board is None:
+        return None
+    board = Board(place.board)
+    if not place.joins and not board.host_get(HostWord.VIEW):
         return None
     board.announce(place.row)
     return HostViews(

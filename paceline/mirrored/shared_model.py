@@ -118,6 +118,10 @@ class SharedModel(ModelInArena):
                     "model is made",
                 )
 
+    def fingerprint(self) -> int:
+        """Returns a number that tells this model, with its optimizer, from others."""
+        return zlib.crc32(f"{self.layout.describe()} {self._sizes}".encode())
+
     # ── buffers ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def publish_buffers(self) -> None:

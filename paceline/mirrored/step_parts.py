@@ -26,6 +26,7 @@ class DecidedStep:
     number: int  # updates made before it
     touched: list[int]  # by slot: whether anybody has a gradient for it
     weights: dict[int, float] | None = None  # by rank: what its gradient counts; None: all are added as they are
+    lets_in: bool = False  # hosts that are ready, when it is complete
 
 
 class StepPart:

@@ -133,6 +133,10 @@ class WireMemory:
             self._sums.commit()
         self._turn = 1 - self._turn
 
+    def bases(self) -> list[torch.Tensor]:
+        """Returns what all hosts remember alike."""
+        return [self._in_turn(pair)[0] for pair in self._bases.values()]
+
     # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────
 
     def collect(self) -> dict[str, torch.Tensor]:

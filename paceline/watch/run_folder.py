@@ -58,16 +58,19 @@ def failure_name(replica: int | str) -> str:
     return f"replica-{replica}.failure.json"
 
 
-def choose_run_folder(given: str | None, script: str, *, host: int = 0) -> Path:
+def choose_run_folder(given: str | None, script: str, *, host: int = 0, again: bool = False) -> Path:
     """Make the folder of a run; without a name of the user's, one that says when and what.
 
-    Hosts may share a disk: each but the first has a folder of its own inside.
+    Hosts may share a disk: each but the first has a folder of its own inside. `again`: one that was there before may
+    come back, and has another one then.
     """
     if given is None:
         return _new_folder(Path("runs"), f"{time.strftime('%Y%m%d-%H%M%S')}-{Path(script).stem}", host)
     if not given:
         raise InvalidInput("run-folder", given, "give the name of a folder, or leave it out")
     path = _of_host(Path(given), host)
+    if again and host and (path / CONFIG).exists():
+        path = _new_folder(path.parent, path.name, 0)
     try:
         path.mkdir(parents=True, exist_ok=True)
         taken = (path / CONFIG).exists()

@@ -5,30 +5,34 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import pytest
 
+from paceline.errors import LaunchError
 from paceline.launch import meeting as meeting_module
 from paceline.launch.host_greeting import hear
-from paceline.launch.host_messages import RunBegins
+from paceline.launch.host_messages import HostComes, HostLost, HostReady, RunBegins, RunFailed, StopAsked, ViewProposed
 from paceline.launch.meeting import HostsSetting, Meeting
 from paceline.net import strangers as strangers_module
 
 Answer = TypeVar("Answer")
 
 
-def setting(host: int, port: int) -> HostsSetting:
+def setting(
+    host: int, port: int, *, hosts: int = 2, fewest: int | None = None, lost_after_s: float = 20.0, flag: str = ""
+) -> HostsSetting:
     return HostsSetting(
         host=host,
-        hosts=2,
+        hosts=hosts,
         rendezvous=f"127.0.0.1:{port}",
         token="secret",
         keys=None,
-        settings={},
+        settings={"wire": flag},
         timeout_s=20.0,
-        lost_after_s=20.0,
+        lost_after_s=lost_after_s,
+        fewest=fewest,
     )
 
 
@@ -44,7 +48,7 @@ def both_begin(host: Meeting, guest: Meeting) -> None:
     """All that host and guest say to each other before a run begins."""
     addresses = soon(host.address), soon(guest.address)
     asked = host.gather({0: addresses[0]}, "c"), guest.gather({1: addresses[1]}, "")
-    begins = RunBegins(container="c", addresses=list(addresses))
+    begins = RunBegins(container="c", addresses=list(addresses), hosts=[0, 1])
     assert [soon(ask) for ask in asked] == [begins, begins]
 
 
@@ -66,3 +70,96 @@ def test_strangers_who_say_nothing_keep_no_host_away(port: int, limit: str, monk
         guest = stack.enter_context(contextlib.closing(Meeting(setting(1, port), said.append)))
         both_begin(host, guest)
         assert idle[0].recv(1) == b""  # the oldest made room
+
+
+def test_a_host_that_does_not_hear_the_first_does_not_end_it(port: int) -> None:
+    """What it sends still arrives: that it has lost host 0 is its own end, and nobody else's."""
+    with contextlib.ExitStack() as stack:
+        host = stack.enter_context(contextlib.closing(Meeting(setting(0, port), print)))
+        guest = stack.enter_context(contextlib.closing(Meeting(setting(1, port, lost_after_s=0.3), print)))
+        both_begin(host, guest)
+        lost = HostLost(host=0, why="it has been silent for 0.3 s")
+        assert soon(lambda: [one for one in guest.news() if one == lost] or None)
+        guest.tell_first(StopAsked(code=130, by="SIGINT"))  # if that has come, so has all before it
+        heard = soon(lambda: host.news() or None)
+        assert [one for one in heard if isinstance(one, HostLost) and one.host == 0] == []
+
+
+@pytest.fixture
+def begun(port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Meeting, Callable[..., Meeting]]]:
+    """A run that has begun with host 0 alone, of up to three, and how another comes."""
+    monkeypatch.setattr(meeting_module, "MOMENT_S", 0.0)
+    with contextlib.ExitStack() as stack:
+
+        def come(host: int, **given: Any) -> Meeting:
+            own = setting(host, port, hosts=3, fewest=1, **given)
+            return stack.enter_context(contextlib.closing(Meeting(own, print)))
+
+        host = come(0)
+        assert soon(host.gather({}, "")) == RunBegins(container="", addresses=[], hosts=[0])
+        yield host, come
+
+
+def test_a_host_that_comes_later_waits_outside_where_nobody_waits_for_it(
+    begun: tuple[Meeting, Callable[..., Meeting]],
+) -> None:
+    host, come = begun
+    guest = come(2)
+    soon(guest.address)
+    begins = guest.gather({}, "")
+    assert [one.host for one in soon(lambda: host.news() or None) if isinstance(one, HostComes)] == [2]
+    assert soon(begins) == RunBegins(container="", addresses=[], hosts=[0], joins=True)
+    guest.tell(RunFailed(host=2, code=1, sentence="it has failed"))
+    guest.tell(StopAsked(code=130, by="SIGINT"))
+    ready = HostReady(host=2, rows=[0], trainer=1, model=7)
+    guest.tell_first(ready)
+    assert soon(lambda: host.news() or None) == [ready]  # and nothing of what happened there before
+    host.finish(0, trained=True)
+    assert host.code == 0  # though the other has not finished
+
+
+def test_a_host_that_was_let_in_is_waited_for(begun: tuple[Meeting, Callable[..., Meeting]]) -> None:
+    host, come = begun
+    guest = come(1)
+    soon(guest.address)
+    begins = guest.gather({}, "")
+    soon(lambda: host.news() or None)
+    soon(begins)
+    host.tell(ViewProposed(number=2, rows={0: [0], 1: [0]}))
+    host.finish(0, trained=True)
+    assert host.code is None
+    guest.finish(0, trained=True)
+    soon(lambda: host.news() or host.code is not None or None)
+    assert host.code == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"flag": "bf16"}, "wire is 'bf16': that is host 1's, and host 0 has '', give every host the same"),
+        ({}, "node-rank is 1: another host has it, give this one its own"),
+    ],
+)
+def test_who_cannot_join_is_told_why_and_nobody_else_is(
+    begun: tuple[Meeting, Callable[..., Meeting]], given: dict[str, str], sentence: str
+) -> None:
+    host, come = begun
+    host._late._lost_after_s = 0.2  # so long it may be that the one before has gone without a word
+    first, second = come(1), come(1, **given)
+    soon(first.address)
+    first.gather({}, "")
+    soon(lambda: host.news() or None)
+    soon(second.address)
+    begins = second.gather({}, "")
+    heard: list[object] = []
+
+    def answer() -> str | None:
+        heard.extend(host.news())
+        try:
+            begins()
+        except LaunchError as error:
+            return str(error)
+        return None
+
+    assert soon(answer) == sentence
+    assert heard == []

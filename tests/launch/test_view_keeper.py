@@ -17,20 +17,25 @@ from paceline.launch.view_keeper import MOST_FUTILE, ViewKeeper
 class Hosts:
     """Supervisors that hear each other at once, with two rows each, and no processes."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, begin: int = 0, fewest: int = 1) -> None:
+        """`begin`: with how many the run begins, if not with all."""
         self.count, self.mail = count, deque[tuple[int, Any]]()
         self.there = set(range(count))
         self.given_up: list[str] = []
+        self.refused: list[tuple[int, str]] = []
         self.boards = [Board.create(2, supervised=True) for _ in range(count)]
         self.keepers = [
-            ViewKeeper(host, count, 2, self._to_all(host), self._to_first, self.given_up.append)
+            ViewKeeper(host, count, 2, self._to_all(host), self._to_first, self.given_up.append, self._refuse, fewest)
             for host in range(count)
         ]
-        for keeper, board in zip(self.keepers, self.boards, strict=True):
-            keeper.begin(board)
+        for keeper, board in zip(self.keepers[: begin or count], self.boards, strict=False):
+            keeper.begin(board, range(begin or count))
 
     def _to_all(self, sender: int) -> Any:
         return lambda message: self.mail.extend((host, message) for host in range(self.count) if host != sender)
+
+    def _refuse(self, host: int, why: str) -> None:
+        self.refused.append((host, why))
 
     def _to_first(self, message: ViewMessage) -> None:
         self.mail.append((0, message))
@@ -126,3 +131,98 @@ def test_links_that_break_again_and_again_though_nobody_dies_end_the_run(hosts: 
         hosts.enter(*ALL)
         hosts.settle()
     assert ["do not reach each other" in sentence for sentence in hosts.given_up] == [True]
+
+
+# ── joining ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def two_of_three() -> Hosts:
+    """Hosts 0 and 1 are in the first view, at their first trainer; host 2 has come, and its replicas are ready."""
+    made = Hosts(3, begin=2, fewest=2)
+    made.enter(*ALL[:4])
+    for board in made.boards:
+        for row in range(2):
+            board.set(row, Word.ARENAS, 1)
+        board.host_set(HostWord.MODEL, 7)
+    made.settle()
+    assert [board.host_get(HostWord.HOSTS_READY) for board in made.boards] == [0, 0, 0]
+    for row in range(2):
+        made.boards[2].set(row, Word.JOINING, 1)
+    return made
+
+
+def let_in(hosts: Hosts, op: int) -> None:
+    """A step of the view that hosts 0 and 1 are in is complete, and they leave it to let somebody in."""
+    number = hosts.boards[0].host_get(HostWord.VIEW)
+    for host, row in ALL[:4]:
+        hosts.boards[host].set(row, Word.LETS_IN, op << 20 | number)
+    hosts.settle()
+
+
+def test_a_host_that_is_ready_is_in_the_view_after_a_step_and_knows_where_it_joins(two_of_three: Hosts) -> None:
+    hosts = two_of_three
+    hosts.settle()
+    hosts.settle()
+    assert [board.host_get(HostWord.HOSTS_READY) for board in hosts.boards[:2]] == [1, 1]
+    let_in(hosts, 17)
+    assert [hosts.counts(host) for host in range(3)] == [(2, 2, 2)] * 3
+    assert hosts.boards[2].host_get(HostWord.JOIN_AT) == 18
+    assert hosts.opened() == [1, 1, 0]
+    hosts.enter(*ALL)
+    hosts.settle()
+    assert hosts.opened() == [2, 2, 2]
+    assert hosts.keepers[0].take_joined() == [2]
+
+
+def test_one_that_joins_is_still_new_in_the_view_after_if_somebody_dies_meanwhile(two_of_three: Hosts) -> None:
+    hosts = two_of_three
+    hosts.settle()
+    hosts.settle()
+    let_in(hosts, 17)
+    hosts.boards[2].declare_ended(1)
+    hosts.keepers[2].look(hosts.boards[2], died=[1])
+    hosts.settle()
+    assert [hosts.counts(host) for host in range(3)] == [(2, 2, 1)] * 3
+    assert hosts.boards[2].host_get(HostWord.JOIN_AT) == 18
+    hosts.enter(*ALL[:-1])
+    hosts.settle()
+    assert hosts.opened() == [3, 3, 3]
+
+
+def test_one_that_dies_before_it_is_let_in_changes_nothing_but_the_number(two_of_three: Hosts) -> None:
+    hosts = two_of_three
+    hosts.settle()
+    hosts.settle()
+    hosts.there.discard(2)
+    hosts.keepers[0].lost(2, hosts.boards[0])
+    let_in(hosts, 17)
+    hosts.enter(*ALL[:4])
+    hosts.settle()
+    assert hosts.opened() == [2, 2]
+    assert hosts.counts(0) == (2, 2, 0)
+    assert not hosts.given_up
+
+
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [
+        (HostWord.CALLED, "the script calls pl.barrier, pl.mean, pl.gather or pl.broadcast"),
+        (HostWord.MODEL, "its model or optimizer is another than that of the others"),
+    ],
+)
+def test_one_that_never_can_be_let_in_is_sent_away(two_of_three: Hosts, word: HostWord, why: str) -> None:
+    hosts = two_of_three
+    hosts.boards[0].host_set(word, 1)
+    hosts.settle()
+    hosts.settle()
+    ((host, sentence),) = hosts.refused
+    assert (host, sentence.startswith(why)) == (2, True)
+    assert hosts.boards[0].host_get(HostWord.HOSTS_READY) == 0
+
+
+def test_a_run_with_fewer_hosts_than_it_asks_for_ends_with_a_sentence(two_of_three: Hosts) -> None:
+    hosts = two_of_three
+    hosts.there.discard(1)
+    hosts.keepers[0].lost(1, hosts.boards[0])
+    assert hosts.given_up == ["1 host is left, and --nnodes asks for 2 at least"]
