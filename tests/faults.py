@@ -29,8 +29,10 @@ import torch
 
 from paceline.exchange.board import Board
 from paceline.exchange.sums import SharedSums
+from paceline.exchange.together import Together
 from paceline.exchange.words import Phase, Word
 from paceline.memory.model_arena import ModelArena
+from paceline.mirrored import between_hosts
 from paceline.mirrored.owner import Owner
 
 # Moments that the script announces itself …
@@ -49,6 +51,8 @@ INSIDE = {
     "closing": "its own updates are complete, and it begins to wait for the others'",
     "saving": "the training file has its name, the model file does not",
     "joining": "started again, it waits to be admitted",
+    "bringing": "hosts are let in, and the run's state is about to be brought to them",
+    "brought": "the same, and it has been",
     "admitted": "started again and admitted, it has not read what it missed",
 }
 
@@ -209,6 +213,10 @@ def _arm(fault: Fault, mark: Path, steps: Callable[[], int]) -> Callable[[str], 
             before(os, "replace", at_second(die))
         case "joining":
             before(Board, "wait", lambda board, rank, phase, *_: phase == Phase.AWAITING_ADMISSION and die())
+        case "bringing":
+            before(between_hosts, "bring_state", die)
+        case "brought":
+            before(between_hosts, "bring_state", lambda *_, **__: before(Together, "decide", die))
         case "admitted":
             before(ModelArena, "read_notes", die)
 

@@ -39,10 +39,10 @@ def check_joining(given: Mapping[str, Any], fewest: int, hosts: int, strategy: S
         why = "with servers"
     if "on" in given:
         why = f"on {given['on']}, which has as many nodes as are asked for"
-    if on_failure == "stop":
+    if why is None and on_failure == "stop":
         why = "with --on-failure stop, where nobody goes on without the others"
     if hosts == 1:
-        why = "of one host, give more"
+        why = "of one host"
     if why is not None:
         raise StrategyError(field, value, f"no host can join a run {why}, give one number")
 

@@ -171,6 +171,7 @@ def test_a_host_of_an_engine_resolves_the_plan_of_its_driver_whatever_flag_was_g
         assert plan_of(*words) == plan == replace(outer, **own, token=plan.token)
 
 
+JOINED = "--nnodes 1:2 --node-rank 0 --rdzv-endpoint 10.0.0.1:29500 --replicas 4"
 HOSTS = "--nnodes 2 --node-rank 0 --rdzv-endpoint 10.0.0.1:29500 --replicas 4"
 
 
@@ -193,6 +194,21 @@ HOSTS = "--nnodes 2 --node-rank 0 --rdzv-endpoint 10.0.0.1:29500 --replicas 4"
         ("--servers 1 --wire topk:0.01", "wire is 'topk:0.01': what it owes would not be in checkpoints of servers"),
         ("--servers 1 --wire powersgd:2", "wire is 'powersgd:2': what it owes would not be in checkpoints of servers"),
         ("--replicas 2 --wire topk", "wire is 'topk': give the share of the values that travels"),
+        (f"{JOINED} --servers 2 --token t", "nnodes is '1:2': no host can join a run with servers, give one number"),
+        (f"{JOINED} --stages 2", "nnodes is '1:2': no host can join a run of a cut model, which needs all its devices"),
+        (f"{JOINED} --every 8", "nnodes is '1:2': no host can join a run with --every, where each host has steps"),
+        (f"{JOINED} --gossip", "nnodes is '1:2': no host can join a run with --gossip, where each host has steps"),
+        (f"{JOINED} --on-failure stop", "nnodes is '1:2': no host can join a run with --on-failure stop, where nobody"),
+        (f"{JOINED} --exchange collective", "nnodes is '1:2': no host can join a run with --exchange collective"),
+        ("--nnodes 1:2 --on ray", "nnodes is '1:2': no host can join a run on ray, which has as many nodes as are"),
+        (
+            "--emulate hosts=1:2,link=1gbit --servers 1",
+            "emulate is 'hosts=1:2,link=1gbit': no host can join a run with",
+        ),
+        ("--nnodes 3:2", "nnodes is '3:2': give how many hosts there are, such as 4, or from how many on and up to"),
+        ("--nnodes 0:2", "nnodes is '0:2': give how many hosts there are, such as 4, or from how many on and up to"),
+        ("--nnodes 2:", "nnodes is '2:': give how many hosts there are, such as 4, or from how many on and up to"),
+        ("--nnodes 1:1", "nnodes is '1:1': no host can join a run of one host, give one number"),
     ],
 )
 def test_what_does_not_go_together_between_hosts_is_refused(line: str, said: str) -> None:

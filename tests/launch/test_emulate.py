@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import Start
 
 from paceline.errors import LaunchError, StrategyError
 from paceline.launch.emulate import EmulatedHosts, Emulation, check_permission, remove_stale
@@ -284,3 +285,17 @@ def test_a_pid_that_came_back_does_not_keep_the_namespaces_of_its_predecessor() 
             assert stale not in namespaces()
     finally:
         run("ip", "netns", "delete", foreign)
+
+
+@needs_root
+@pytest.mark.parametrize("seen", ["*-h0", "*-h5"])
+def test_whoever_is_told_to_end_while_it_makes_hosts_removes_them(start: Start, seen: str) -> None:
+    """The first are made to see whether this machine can; of the others there are six."""
+    run = start("raise AssertionError('it was started')", "--replicas 6 --emulate hosts=6,link=1gbit")
+    end = time.monotonic() + 60
+    while not list(Path("/run/netns").glob(f"paceline-{run.process.pid}-{seen}")):
+        assert time.monotonic() < end
+    run.process.terminate()
+    run.end(60)
+    assert run.code != 0
+    assert not list(Path("/run/netns").glob(f"paceline-{run.process.pid}-*"))

@@ -171,6 +171,32 @@ def test_calls_of_the_script_go_on_with_those_who_are_left(start: Start) -> None
 
 
 @pytest.mark.soak
+def test_the_next_host_saves_when_the_first_has_no_replica_left(start: Start, alone: Run) -> None:
+    """Its supervisor is there, so the others go on; buffers and checkpoints are those of the first that takes part."""
+    faults = [kill(replica=0).at(step=4).in_("forward")]
+    run = train(start, 3, 3, faults).fine(END_S)
+    assert_as_if_nothing_had_happened(run, alone, faults, [1, 2])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("who", ["replica", "host"])
+@pytest.mark.parametrize("wire", ["int8", "topk:0.2", "powersgd:2"])
+def test_what_a_wire_owes_is_not_changed_by_a_try_that_is_given_up(wire: str, who: str, start: Start) -> None:
+    """A death before anything was sent, and one after all of it was: the step is tried again, to the same bits."""
+    checksums, losses = set(), []
+    for moment in ("forward", "waiting"):
+        fault = (kill(replica=3) if who == "replica" else kill_host(of=2)).at(step=5).in_(moment)
+        run = train(start, 2 if who == "replica" else 3, 4 if who == "replica" else 3, [fault], f"--wire {wire}")
+        run.fine(END_S)
+        assert happened(run.folder, [fault]) == [fault]
+        checksums |= {run.told("checksum", replica) for replica in (0, 1)}
+        losses.append(run.told("losses"))
+        run.assert_nothing_left()
+    assert losses[0] == losses[1]
+    assert len(checksums) == 1
+
+
+@pytest.mark.soak
 def test_all_other_hosts_end_with_the_first(start: Start) -> None:
     run = train(start, 3, 3, [kill_host(of=0).at(step=3).in_("backward")]).end(END_S)
     gone = "paceline: host 0 is gone (the other side closed the connection); the run ends"

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from checksum import largest_difference
 from conftest import TESTS, Run, Start
-from faults import Fault, as_argument, happened, kill_host
+from faults import Fault, as_argument, happened, kill, kill_host
 
 from paceline.launch.emulate import check_permission
 
@@ -154,3 +154,63 @@ def test_a_host_comes_late_and_again_after_its_death_and_another_with_it(joining
     assert {"5", "9"}.isdisjoint(said(run, 2)["losses"])  # type: ignore[call-overload]
     assert "10" not in said(run, 2)["losses"]  # type: ignore[operator]
     assert "paceline: host 1 takes part" in run.err.splitlines()
+
+
+# Who dies, and when: one that joins (of host 2, replicas 4 and 5) or one of those that let it in.
+DEATHS = {
+    "one that waits": (kill(replica=5).in_("joining"), [0, 1, 2, 3, 4]),
+    "all that wait": (kill_host(of=4).in_("joining"), [0, 1, 2, 3]),
+    "one that is about to get it": (kill(replica=4).in_("bringing"), [0, 1, 2, 3, 5]),
+    "all that are about to get it": (kill_host(of=4).in_("bringing"), [0, 1, 2, 3]),
+    "one that gives it": (kill(replica=0).at(step=5).in_("bringing"), [1, 2, 3, 4, 5]),
+    "a host beside": (kill_host(of=2).at(step=5).in_("bringing"), [0, 1, 4, 5]),
+    "one that has got it": (kill(replica=4).in_("brought"), [0, 1, 2, 3, 5]),
+    "one that has given it": (kill(replica=0).at(step=5).in_("brought"), [1, 2, 3, 4, 5]),
+    "one that has been let in": (kill(replica=5).in_("admitted"), [0, 1, 2, 3, 4]),
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("who", DEATHS)
+def test_somebody_dies_while_a_host_joins(who: str, joining: Joining, alone: Run) -> None:
+    fault, left = DEATHS[who]
+    joined = joining("2:3", "--replicas 6 --lost-after 5s", [fault])
+    joined.await_events("step")
+    joined.host(2)
+    if who == "all that wait":
+        joined.await_events("host lost")
+    else:
+        joined.await_events("host ready")
+    joined.go_on()
+    run = joined.fine()
+    assert_as_if_all_had_been_there(run, alone, left, [fault])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("wire", ["int8", "topk:0.2", "powersgd:2"])
+def test_all_have_the_same_bits_after_a_host_has_joined_over_a_lossy_wire(wire: str, joining: Joining) -> None:
+    joined = joining("2:3", f"--replicas 3 --wire {wire}")
+    joined.await_events("step")
+    joined.host(2)
+    joined.await_events("host ready")
+    joined.go_on()
+    run = joined.fine()
+    assert len({said(run, replica)["checksum"] for replica in range(3)}) == 1
+    assert {said(run, replica)["ledger"] for replica in range(3)} == {LEDGER}
+    run.assert_nothing_left()
+
+
+@pytest.mark.soak
+def test_a_host_that_comes_too_late_is_told_so_and_one_less_than_asked_for_ends_the_run(joining: Joining) -> None:
+    faults = [kill_host(of=1).at(step=7).in_("forward")]
+    joined = joining("2:3", "--replicas 3", faults)
+    joined.await_events("step")
+    other = joined.host(2, ("--timeout", "90"))
+    out, err = other.communicate(timeout=END_S)
+    assert (other.returncode, out) == (2, "")
+    assert err == "paceline: timeout is '90.0': that is host 2's, and host 0 has '120.0', give every host the same\n"
+    joined.go_on()
+    run = joined.run.end(END_S)
+    assert run.code == 1
+    assert "paceline: 1 host is left, and --nnodes asks for 2 at least; the run ends" in run.err.splitlines()
+    run.assert_nothing_left()
