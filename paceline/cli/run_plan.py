@@ -119,10 +119,16 @@ class RunPlan:
     def settings(self) -> dict[str, object]:
         """What a person may want to know of it, by name."""
         without = (name for name in _JOINED if self.join is None and getattr(self, name) is None)
-        hidden = {"strategy", "given", *_SEEN, *ENGINE_FLAGS, *without}
+        hidden = {"strategy", "given", "fewest", *_SEEN, *ENGINE_FLAGS, *without}
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in hidden}
         own["goes_on"], own["secure"] = own["goes_on"] or None, own["secure"] or None
+        own["hosts"] = self._nnodes
         return {**own, **self.strategy.settings}
+
+    @property
+    def _nnodes(self) -> int | str:
+        """How many hosts there are, as it is typed."""
+        return self.hosts if self.fewest is None else f"{self.fewest}:{self.hosts}"
 
     @property
     def given_settings(self) -> set[str]:
@@ -134,9 +140,7 @@ class RunPlan:
         """What `paceline run` is given to resolve to this plan: its strategy's flags, and its own that were given."""
         words = self.strategy.flags()
         for own in (f.name for f in fields(self) if f.name not in _NOT_FLAGS):
-            value, flag = getattr(self, own), _flag(own)
-            if own == "hosts" and self.fewest is not None:
-                value = f"{self.fewest}:{value}"
+            value, flag = getattr(self, own) if own != "hosts" else self._nnodes, _flag(own)
             if own in self.given_settings and was_given(value):
                 words += [flag] if value is True else [flag, str(value)]
         return words

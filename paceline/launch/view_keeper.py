@@ -220,6 +220,8 @@ def _cannot_join(ready: HostReady, trainer: int, board: Board) -> str | None:
     """Why a host cannot be let in, and never will be; `trainer`: of the script's, that host 0 is at."""
     if board.host_get(HostWord.CALLED):
         return "the script calls pl.barrier, pl.mean, pl.gather or pl.broadcast, and nobody knows what they returned"
+    if ready.trainer > 1:
+        return "the script makes several trainers before it trains, and nobody knows which of them is meant"
     if ready.trainer < trainer:
         return "the script has gone on to another trainer"
     if ready.trainer == trainer and ready.model != board.host_get(HostWord.MODEL):

@@ -123,7 +123,7 @@ def meet(model: nn.Module, place: Place) -> tuple[Place, Together, Links | None]
         members = together.views.members(members.op)
         if members.view is not None and members.view.total < place.world:
             raise ReplicaDied(
-                "a replica of another host has died, and only the Trainer goes on without: start it again"
+                "not all replicas of all hosts are there, and only the Trainer goes on without: start it again with all"
             )
     return place, together, links.open(members)
 

@@ -1,4 +1,4 @@
-"""Random deaths of replicas and hosts, and links that fall silent, over two and three emulated hosts.
+"""Random deaths of replicas, servers and hosts, and links that fall silent, over two and three emulated hosts.
 
 Part of `make soak`. Each run has the result of the run in which nothing happened, its ledger is exact, exactly one side
 goes on, and nothing is left. The same moments again: `PACELINE_SOAK_SEED=… make soak`.
@@ -6,10 +6,16 @@ goes on, and nothing is left. The same moments again: `PACELINE_SOAK_SEED=… ma
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import random
+import subprocess
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
+import psutil
 import pytest
 from checksum import largest_difference
 from conftest import TESTS, Run, Start
@@ -88,4 +94,85 @@ def test_the_others_go_on_to_the_same_result(number: int, start: Start, alone: R
             assert run.told("checksum", replica) == run.told("checksum", drawn.left[0])
         else:
             assert not run.all_told("losses", replica)
+    run.assert_nothing_left()
+
+
+# ── with servers ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Served:
+    """How a run with servers is started, and which of its hosts, if any, has replicas alone and is killed at last."""
+
+    hosts: int
+    flags: str
+    dies: int | None = None
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether a server comes back from the memory of another, which has to have its copy."""
+        return "replica" in self.flags.split()
+
+
+SERVED = {
+    "logs": Served(2, "--replicas 4 --servers 2 --durability log"),
+    "copies on the other host": Served(2, "--replicas 2 --servers 2 --durability replica"),
+    "a host of replicas": Served(3, "--replicas 3 --servers 2 --servers-on 0,1 --durability log", dies=2),
+}
+KILLS, EPOCHS = 8, 6
+SERVER, REPLICA = "paceline.central.server.process", "paceline.launch.replica"
+
+
+def on_hosts(run: Run, kind: str, host: str = "*") -> list[psutil.Process]:
+    """The processes of that kind on all emulated hosts of a run, or on one."""
+    found = []
+    for name in Path("/run/netns").glob(f"paceline-{run.process.pid}-*-h{host}"):
+        listed = subprocess.run(["ip", "netns", "pids", name.name], capture_output=True, text=True, check=False)
+        for process in map(int, listed.stdout.split()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += [one for one in [psutil.Process(process)] if kind in " ".join(one.cmdline())]
+    return found
+
+
+def copies(run: Run) -> int:
+    """How often a server has said that its copy is with the other again."""
+    return sum(log.read_text().count(" again") for log in run.path.rglob("server-?.log"))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(os.geteuid() != 0, reason="making network namespaces needs root")
+@pytest.mark.parametrize("name", SERVED)
+def test_replicas_and_servers_of_several_hosts_come_back(name: str, start: Start) -> None:
+    meant, chance = SERVED[name], random.Random(f"{SEED}/{name}")
+    script = Path(__file__).parent / "campaign_training.py"
+    undisturbed = start(script, None, f"plain --epochs {EPOCHS} --pause 0").fine(300)
+    flags = f"{meant.flags} --emulate hosts={meant.hosts},link=1gbit --on-failure restart --max-restarts 100"
+    run = start(script, flags, f"plain --epochs {EPOCHS} --epoch-a-line lines")
+    lines, killed = run.folder / "lines", {SERVER: 0, REPLICA: 0}
+    lines.touch()
+    events = run.path / "events.jsonl"
+    while not events.exists() or '"event":"step"' not in events.read_text():
+        assert run.process.poll() is None, run.end().err
+        time.sleep(0.05)
+    while sum(killed.values()) < KILLS:
+        time.sleep(chance.uniform(0.0, 1.5))
+        assert run.process.poll() is None, run.end().err
+        kind = SERVER if sum(killed.values()) % 2 else REPLICA
+        living = on_hosts(run, kind)
+        if not living or (kind == SERVER and (len(living) < 2 or (meant.has_copies and copies(run) < killed[SERVER]))):
+            continue
+        chance.choice(living).kill()
+        killed[kind] += 1
+        lines.write_text("\n" * (sum(killed.values()) * (EPOCHS - 2) // KILLS))
+    if meant.dies is not None:
+        for process in on_hosts(run, "", str(meant.dies)):
+            process.kill()
+    lines.write_text("\n" * EPOCHS)
+    run.fine(300)
+    logs = [path.read_text() for path in run.path.rglob("replica-?.log")]
+    told = {json.loads(line)["ledger"] for log in logs for line in log.splitlines() if '"ledger"' in line}
+    assert told == {f"epochs 0 to {EPOCHS - 1}: 48 samples, each once"}
+    assert largest_difference(undisturbed.folder / "last.safetensors", run.folder / "last.safetensors") < 1e-9
+    assert killed == {SERVER: KILLS // 2, REPLICA: KILLS // 2}
     run.assert_nothing_left()

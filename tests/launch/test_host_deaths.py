@@ -7,32 +7,20 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from checksum import largest_difference
 from conftest import TESTS, Run, Start
+from emulated import END_S, ROUNDING, needs_hosts, wait_until
 from faults import Fault, as_argument, cut_off, happened, kill, kill_host, stop_host
-
-from paceline.launch.emulate import check_permission
 
 SCRIPT = TESTS / "faulty_training.py"
 LEDGER = "epochs 0 to 2: 60 samples, each once"
-ROUNDING = 1e-5  # others add up the same numbers in other groups: float sums differ by that, and nothing else may
-END_S = 170.0
 
 
-def may_emulate() -> bool:
-    try:
-        check_permission()
-    except Exception:
-        return False
-    return True
-
-
-pytestmark = pytest.mark.skipif(not may_emulate(), reason="emulated hosts need root and iproute2")
+pytestmark = needs_hosts
 
 
 @pytest.fixture(scope="module")
@@ -112,13 +100,6 @@ def test_a_replica_of_two_hosts_is_killed_at_any_moment(moment: str, start: Star
     faults = [kill(replica=0).at(step=0 if moment == "start" else 5).in_(moment)]
     run = train(start, 2, 4, faults).fine(END_S)
     assert_as_if_nothing_had_happened(run, alone, faults, [1, 2, 3])
-
-
-def wait_until(ready: Callable[[], object], limit_s: float = 100.0) -> None:
-    end = time.monotonic() + limit_s
-    while not ready():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.05)
 
 
 @pytest.mark.soak

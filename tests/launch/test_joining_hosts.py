@@ -10,40 +10,21 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from checksum import largest_difference
 from conftest import TESTS, Run, Start
+from emulated import END_S, ROUNDING, needs_hosts, wait_until
 from faults import Fault, as_argument, happened, kill, kill_host
-
-from paceline.launch.emulate import check_permission
 
 SCRIPT = TESTS / "faulty_training.py"
 EPOCHS, STEPS = 4, 20
 LEDGER = "epochs 0 to 3: 60 samples, each once"
-ROUNDING = 1e-5  # others add up the same numbers in other groups: float sums differ by that, and nothing else may
-END_S = 170.0
 
 
-def may_emulate() -> bool:
-    try:
-        check_permission()
-    except Exception:
-        return False
-    return True
-
-
-pytestmark = pytest.mark.skipif(not may_emulate(), reason="emulated hosts need root and iproute2")
-
-
-def wait_until(ready: Callable[[], object], limit_s: float = 120.0) -> None:
-    end = time.monotonic() + limit_s
-    while not ready():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
+pytestmark = needs_hosts
 
 
 class Joined:
