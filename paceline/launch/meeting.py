@@ -144,6 +144,9 @@ class Meeting:
         """Take in who has come. What is wrong with one is said to all, since nobody can go on without it."""
         for host, message in self._take():
             if isinstance(message, Arrived) and message.comes is not None:
+                if self._setting.fewest is not None and message.comes.host in come:
+                    self._late.came(message.comes, message.channel)  # the one before may be gone
+                    continue
                 self._came += 1
                 try:
                     if self._refused is None:
@@ -157,13 +160,19 @@ class Meeting:
                     self._send(-self._came, RunRefused(sentence=str(self._refused)))
                     continue
                 come[message.comes.host] = message.comes
-                self._links[message.comes.host] = message.channel
-                self._read_from(message.comes.host)
+                self._connect(message.comes.host, message.channel)
             elif isinstance(message, OtherVersion):
                 self._came += 1
                 self._refuse(message)
+            elif isinstance(message, HostLost) and self._setting.fewest is not None:
+                self._drop(host)  # it may come again
+                come.pop(host, None)
             elif isinstance(message, HostLost):
                 self._refuse(LaunchError(f"host {host} has ended before the run began ({message.why}): see its output"))
+        for comes, channel in self._late.take(self._links, over=False):
+            self._late.outside.discard(comes.host)
+            come[comes.host] = comes
+            self._connect(comes.host, channel)
         missing = self._missing(come)
         if missing and self._refused is None and time.monotonic() > self._give_up_at:
             self._refuse(
@@ -190,6 +199,7 @@ class Meeting:
         """The hosts without which the run does not begin: it waits a moment for those that need not be there."""
         missing = [host for host in range(self._setting.hosts) if host not in come]
         if len(come) < (self._setting.fewest or self._setting.hosts):
+            self._enough_at = None
             return missing
         now = time.monotonic()
         self._enough_at = self._enough_at or now
@@ -263,8 +273,7 @@ class Meeting:
         heard: list[HostMessage] = []
         for comes, channel in self._late.take(self._links, over=self.code is not None):
             self._finished.pop(comes.host, None)
-            self._links[comes.host] = channel
-            self._read_from(comes.host)
+            self._connect(comes.host, channel)
             self._send(comes.host, RunBegins(container="", addresses=[], hosts=sorted(self._inside()), joins=True))
             heard.append(comes)
         return heard
@@ -335,6 +344,10 @@ class Meeting:
         with contextlib.suppress(ConnectionLost):  # whoever reads there finds it too
             self._links[host].send(message, timeout_s=SEND_S)
 
+    def _connect(self, host: int, channel: Channel[HostMessage]) -> None:
+        self._links[host] = channel
+        self._read_from(host)
+
     def _read_from(self, host: int) -> None:
         channel = self._links[host]
         self._silence.heard(host)
@@ -347,7 +360,8 @@ class Meeting:
                     self._silence.heard(host)
                     self._put(host, message)
             except PacelineError as error:
-                self._put(host, HostLost(host=host, why=str(error)))
+                if self._links.get(host) is channel:  # else that is known, and its host may be there again
+                    self._put(host, HostLost(host=host, why=str(error)))
 
         threading.Thread(target=read, name=f"paceline-host-{host}", daemon=True).start()
 

@@ -163,3 +163,21 @@ def test_who_cannot_join_is_told_why_and_nobody_else_is(
 
     assert soon(answer) == sentence
     assert heard == []
+
+
+def test_a_host_that_is_gone_before_the_run_begins_may_come_again(port: int) -> None:
+    with contextlib.ExitStack() as stack:
+
+        def come(host: int) -> Meeting:
+            own = setting(host, port, fewest=2)
+            return stack.enter_context(contextlib.closing(Meeting(own, print)))
+
+        host, first = come(0), come(1)
+        begins = host.gather({}, "")
+        soon(first.address)
+        first.gather({}, "")
+        first.close()
+        second = come(1)
+        soon(second.address)
+        second.gather({}, "")
+        assert soon(begins) == RunBegins(container="", addresses=[], hosts=[0, 1])
