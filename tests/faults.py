@@ -43,6 +43,7 @@ INSIDE = {
     "statistics": "before its part of BatchNorm's statistics is there",
     "statistics of backward": "the same in backward",
     "waiting": "its gradient is there, and it begins to wait for the others'",
+    "completing": "(several hosts) it has all that comes from others, and has not said so",
     "deciding": "all gradients are there, nothing is updated",
     "norm": "before it has measured its part of the gradient's length",
     "reducing": "(under distribute) the mean has been written over some of the gradients it was made from",
@@ -197,6 +198,8 @@ def _arm(fault: Fault, mark: Path, steps: Callable[[], int]) -> Callable[[str], 
             before(SharedSums, "sum", at_second(die))
         case "waiting":
             before(Board, "await_arrivals", die)
+        case "completing":
+            before(Together, "decide", die)
         case "deciding":
             before(Owner, "begin", die)
         case "norm":

@@ -77,6 +77,7 @@ MOMENTS = (
     "forward",
     "statistics of backward",
     "waiting",
+    "completing",
     "deciding",
     "norm",
     "update",
@@ -86,7 +87,9 @@ MOMENTS = (
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("moment", ["start", "forward", "waiting", "deciding", "norm", "update", "evaluation"])
+@pytest.mark.parametrize(
+    "moment", ["start", "forward", "waiting", "completing", "deciding", "norm", "update", "evaluation"]
+)
 def test_a_host_is_killed_at_any_moment(moment: str, start: Start, alone: Run) -> None:
     faults = [kill_host(of=3).at(step=0 if moment == "start" else 5).in_(moment)]
     run = train(start, 3, 6, faults).fine(END_S)
@@ -165,7 +168,7 @@ def test_the_next_host_saves_when_the_first_has_no_replica_left(start: Start, al
 def test_what_a_wire_owes_is_not_changed_by_a_try_that_is_given_up(wire: str, who: str, start: Start) -> None:
     """A death before anything was sent, and one after all of it was: the step is tried again, to the same bits."""
     checksums, losses = set(), []
-    for moment in ("forward", "waiting"):
+    for moment in ("forward", "completing"):
         fault = (kill(replica=3) if who == "replica" else kill_host(of=2)).at(step=5).in_(moment)
         run = train(start, 2 if who == "replica" else 3, 4 if who == "replica" else 3, [fault], f"--wire {wire}")
         run.fine(END_S)
