@@ -30,8 +30,9 @@ from paceline.exchange.board import COLLECTIVE_BITS, Board, Members
 from paceline.exchange.together import Together
 from paceline.exchange.words import HostWord, Kind, Phase, Word
 from paceline.memory.arena import Arena
-from paceline.mirrored.between_hosts import BetweenHosts, OneHost
+from paceline.mirrored.between_hosts import BetweenHosts
 from paceline.mirrored.link_maker import LinkMaker
+from paceline.mirrored.one_host import OneHost
 from paceline.mirrored.opening import find_others
 from paceline.run_place import Place, find_place
 

@@ -31,7 +31,8 @@ from paceline.cli.cut import add_cut_arguments
 from paceline.cli.engine_flags import add_engine_arguments
 from paceline.cli.run_hosts import HostRange
 from paceline.cli.run_keys import with_keys
-from paceline.cli.run_plan import DEFAULT_PORT, RunPlan, by_collectives, resolve
+from paceline.cli.run_plan import RunPlan, resolve
+from paceline.cli.run_rendezvous import DEFAULT_PORT, by_collectives
 from paceline.cli.unused import unused
 from paceline.launch.cores import allowed_cores, share_of_cores
 from paceline.launch.emulate import EmulatedHosts, Emulation, is_emulated_host

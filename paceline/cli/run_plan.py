@@ -11,7 +11,6 @@ import importlib.metadata
 import os
 import re
 import secrets
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -28,12 +27,12 @@ from paceline.cli.run_hosts import (
     which_host,
     why_no_death_is_survived,
 )
+from paceline.cli.run_rendezvous import by_collectives, free_port, refuse, rendezvous_of
 from paceline.errors import StrategyError
 from paceline.exchange.board import MOST_HOSTS, MOST_REPLICAS
 from paceline.launch.emulate import Emulation
 from paceline.launch.job import POLICIES, RunJob
 from paceline.launch.meeting import HostsSetting
-from paceline.machine import shared_words_work
 from paceline.net.secure import Keys, read_token
 from paceline.rules import Async, Rule, Sync
 from paceline.run_place import Place, ServersPlace, check_container
@@ -42,7 +41,6 @@ from paceline.split.values import Split
 from paceline.strategy import Centralized, Mirrored, Strategy, limited, one_of
 from paceline.watch.target import Target
 
-DEFAULT_PORT = 29500
 LOST_AFTER_S = 20.0
 # Flags that are not named as the setting they lead to.
 _SETTINGS = {
@@ -305,7 +303,7 @@ def resolve(options: argparse.Namespace) -> RunPlan:
         check_hosts(given, hosts, strategy, on_failure)
     elif given.get("every") != 1 and not by_collectives(strategy):
         expected = "replicas of one host share memory and send nothing, it is for several hosts, leave it out"
-        _refuse(given, LOCAL_STEPS, expected)
+        refuse(given, LOCAL_STEPS, expected)
     if "operation_timeout_s" in given:
         _check_operation_timeout(given["operation_timeout_s"], strategy, hosts, on_failure)
     if "slow" in given:
@@ -323,7 +321,7 @@ def resolve(options: argparse.Namespace) -> RunPlan:
         operation_timeout_s=given.get("operation_timeout_s"),
         hosts=hosts,
         host=which_host(given, hosts),
-        rendezvous=_rendezvous(given, hosts, strategy),
+        rendezvous=rendezvous_of(given, hosts, strategy),
         emulate=given.get("emulate"),
         fewest=fewest,
         join=",".join(addresses("join", given["join"])) if "join" in given else None,
@@ -349,7 +347,7 @@ def _check_join(given: Mapping[str, Any], hosts: int) -> None:
             )
         check_secure(given, hosts)
         return
-    _refuse(given, ("secure",), "servers that run already have keys of their own, give --keys")
+    refuse(given, ("secure",), "servers that run already have keys of their own, give --keys")
     if given.get("servers", count := len(addresses("join", given["join"]))) != count:
         raise StrategyError("servers", given["servers"], "--join uses servers that run already, leave it out")
     if "token" not in given and "keys" not in given:
@@ -386,24 +384,17 @@ def _strategy(given: Mapping[str, Any], replicas: int, split: Split | None) -> S
             raise StrategyError("only", given["only"], "say how many servers hold the tables, --servers 1 or more")
         if split is not None:
             raise StrategyError("only", given["only"], "a cut model has no tables on servers so far, leave it out")
-        _refuse(given, (*_OF_SERVERS, "join"), "with --only sparse replicas are mirrored, leave it out")
+        refuse(given, (*_OF_SERVERS, "join"), "with --only sparse replicas are mirrored, leave it out")
         return Mirrored(replicas=replicas, table_servers=given["servers"], **common, **mirrored)
     if "servers" not in given and "join" not in given:
-        _refuse(given, _OF_SERVERS, "it needs servers, give --servers 1 or more")
+        refuse(given, _OF_SERVERS, "it needs servers, give --servers 1 or more")
         return Mirrored(replicas=replicas, split=split, **common, **mirrored)
-    _refuse(given, LOCAL_STEPS, "with servers replicas push at each step, leave it out")
+    refuse(given, LOCAL_STEPS, "with servers replicas push at each step, leave it out")
     if given.get("batchnorm", "local") != "local":
         raise StrategyError("batchnorm", given["batchnorm"], "with servers statistics are local, leave it out")
     servers = len(addresses("join", given["join"])) if "join" in given else given["servers"]
     own = {name: given[name] for name in _OF_SERVERS if name in given and name not in _OF_RULES}
     return Centralized(replicas=replicas, servers=servers, rule=_rule(given), split=split, **common, **own)
-
-
-def _refuse(given: Mapping[str, Any], flags: tuple[str, ...], expected: str) -> None:
-    """A sentence about the first of these flags that was given."""
-    for flag in flags:
-        if flag in given:
-            raise StrategyError(flag.replace("_", "-"), "set" if given[flag] is True else given[flag], expected)
 
 
 def _devices(given: Mapping[str, Any], strategy: Strategy) -> str | None:
@@ -425,9 +416,9 @@ def _devices(given: Mapping[str, Any], strategy: Strategy) -> str | None:
 
 def _rule(given: Mapping[str, Any]) -> Rule:
     if "async" in given or "bounded" in given:
-        _refuse(given, ("accept",), "it belongs to sync updates, leave out --async and --bounded")
+        refuse(given, ("accept",), "it belongs to sync updates, leave out --async and --bounded")
         return Async(given.get("bounded"), given.get("stale", "keep"), given.get("stale_lr", 1.0))
-    _refuse(given, ("stale", "stale_lr"), "gradients are stale with --async only, add it")
+    refuse(given, ("stale", "stale_lr"), "gradients are stale with --async only, add it")
     accept = given.get("accept")
     return Sync(int(accept) if accept is not None and is_count(accept) else accept)
 
@@ -448,37 +439,3 @@ def _count_replicas(given: Mapping[str, Any], hosts: int, split: Split | None) -
     if replicas // hosts > MOST_REPLICAS:
         raise StrategyError("replicas", replicas, f"give at most {MOST_REPLICAS} a host")
     return replicas
-
-
-def _rendezvous(given: Mapping[str, Any], hosts: int, strategy: Strategy) -> str | None:
-    """Where the processes find each other; None if shared memory is all they need."""
-    endpoint: str | None = given.get("rdzv_endpoint")
-    if endpoint is not None:
-        _refuse(given, ("master_addr", "master_port"), f"--rdzv-endpoint says {endpoint}, give only one")
-    elif "master_addr" in given or "master_port" in given:
-        endpoint = f"{given.get('master_addr', '127.0.0.1')}:{given.get('master_port', DEFAULT_PORT)}"
-        if hosts > 1 and "master_addr" not in given:
-            raise StrategyError("master-port", given["master_port"], "say where host 0 is, --master-addr 10.0.0.1")
-    if endpoint is None:
-        if hosts > 1 and not {"emulate", "on"} & given.keys():
-            raise StrategyError("nnodes", hosts, f"say where host 0 is, --rdzv-endpoint 10.0.0.1:{DEFAULT_PORT}")
-        return f"127.0.0.1:{free_port()}" if hosts == 1 and by_collectives(strategy) and "on" not in given else None
-    address, colon, port = endpoint.rpartition(":")
-    if not colon:
-        return f"{endpoint}:{DEFAULT_PORT}"
-    if not address or not is_port(port):
-        raise StrategyError("rdzv-endpoint", endpoint, f"give address:port, such as 10.0.0.1:{DEFAULT_PORT}")
-    return endpoint
-
-
-def by_collectives(strategy: Strategy) -> bool:
-    """Whether the replicas of one host share no memory: they were told not to, or this machine cannot."""
-    apart = strategy.exchange == "collective" or not shared_words_work()
-    return apart and strategy.replicas > 1 and not strategy.on_servers
-
-
-def free_port() -> int:
-    """A port of this machine that nobody uses at this moment."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port

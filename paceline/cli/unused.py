@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paceline.cli.run_plan import LOCAL_STEPS, RunPlan, by_collectives
+from paceline.cli.run_plan import LOCAL_STEPS, RunPlan
+from paceline.cli.run_rendezvous import by_collectives
 from paceline.net.secure import is_loopback
 
 Condition = Callable[[RunPlan], bool]

@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
@@ -40,8 +39,9 @@ from paceline.memory.layout import Chunk, FlatLayout, Slot
 from paceline.memory.model_arena import ForHosts, ModelArena
 from paceline.mirrored.link_maker import LinkMaker
 from paceline.mirrored.newcomers import bring_state
+from paceline.mirrored.one_host import OneHost, StepTotals, weights_by_rank
 from paceline.mirrored.owner import Owner, sum_into
-from paceline.mirrored.step_parts import DecidedStep, StepPart
+from paceline.mirrored.step_parts import DecidedStep
 from paceline.mirrored.wire_memory import WireMemory
 
 BUCKET_BYTES = 2 << 20  # of each owner: what is left to do when the last one has come back is short
@@ -49,99 +49,6 @@ _AT_ONCE = 4  # buckets under way
 _BUCKET_BITS = 16
 _LOOK_EVERY_S = 0.0003
 _LOOK_AT_HOSTS_EVERY_S = LOOK_EVERY.total_seconds()
-
-
-@dataclass(frozen=True)
-class StepTotals:
-    """What replicas have computed in a step."""
-
-    samples: float
-    counted: float  # what their losses are sums over; 0: means over samples
-
-
-class OneHost(StepPart):
-    """All replicas are on this host: nothing has to go anywhere."""
-
-    number = 0  # of this host
-    leads = True  # of those that take part it is the first: it saves, and others take its buffers
-    several = False
-    most = 1  # hosts that the run may have
-    count = 1  # hosts that take part in the try
-    total = 1  # of their members; only with several hosts
-    before = 0  # members of the hosts before this one
-    sums_gradients = False  # over hosts, in every step
-    bucket_bytes: int | None = None
-    landed: Callable[[int], None] | None = None  # to be told of every gradient that is complete
-
-    whole_tensors = False  # no tensor may be cut
-
-    def keeps(self, layout: FlatLayout) -> ForHosts:
-        """Returns what hosts keep beside a model that lies so."""
-        return ForHosts()
-
-    def open(self, arena: ModelArena, owner: Owner, sums: SharedSums, buffers: Sequence[torch.Tensor]) -> None:
-        """The gradients lie there, and are this owner's to sum; `buffers` are this process's own."""
-
-    def enter(self, members: Members) -> None:
-        """A try of an op begins in which hosts exchange something."""
-
-    def decide(self, members: Members) -> None:
-        """Returns when all hosts have all that they need to complete this try."""
-
-    def arrived(self, chunk: int) -> None:
-        """Returns when a chunk of this owner's is summed over all hosts."""
-
-    def collect(self, *, first: bool) -> dict[str, torch.Tensor]:
-        """Returns what hosts keep for a checkpoint; all processes call this, and the `first` of host 0 gets it."""
-        return {}
-
-    def take(self, saved: dict[str, torch.Tensor]) -> None:
-        """Goes on from what a checkpoint has; one process of each host calls this."""
-
-    def bring(self, state: Callable[[], Sequence[torch.Tensor]], *, needs: bool) -> None:
-        """Hosts that join get the run's state, which lies in `state`; the first member of each host calls this."""
-
-    def here(self, among: Sequence[int], count: int) -> tuple[Sequence[int], int]:
-        """Returns which of `among`, of `count` members, share batch statistics with this host, and of how many."""
-        return among, count
-
-    def weights(
-        self, board: Board, ranks: Sequence[int], devices: int, here: StepTotals, everywhere: StepTotals
-    ) -> dict[int, float] | None:
-        """Returns by rank what its gradient counts when this host's owners add up; None: all are added as they are."""
-        return weights_by_rank(board, ranks, devices, here.counted) if here.counted else None
-
-    def touched(self, here: torch.Tensor, everywhere: torch.Tensor) -> torch.Tensor:
-        """Returns by slot whether it is updated, of those that have gradients here and on any host."""
-        return everywhere
-
-    def settle(self) -> None:
-        """Returns when all hosts have the same parameters, as they do after every step."""
-
-    def share(self, members: Members, index: int, count: int) -> BatchShare:
-        """Returns the share of this host's `index`-th of `count` replicas, in a try of these members."""
-        return BatchShare(index, count)
-
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the sum over all hosts of a few numbers."""
-        return values
-
-    def sum_in_call(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the same in what is no step."""
-        return values
-
-    def begin_call(self, kind: Kind) -> None:
-        """Returns when all hosts have begun a call of this kind, which is no step."""
-
-    def meet(self) -> None:
-        """Returns when what this host's owners have sent is back, summed over all hosts."""
-
-    def gradient(self, step: DecidedStep, arena: ModelArena, slot: Slot) -> torch.Tensor:
-        """Returns the gradient of a slot, summed over all replicas."""
-        parts = [arena.gradient(rank, slot) for rank in step.members.ranks]
-        if step.weights is not None:
-            parts = [part * step.weights[rank] for part, rank in zip(parts, step.members.ranks, strict=True)]
-        return torch.stack(parts).sum(0)
 
 
 class BetweenHosts(OneHost):
@@ -443,11 +350,3 @@ class BetweenHosts(OneHost):
             return members.ranks
         marks = {rank: self._arena.touched[rank].tolist() for rank in members.ranks}
         return self._owner.filled(chunk, marks)
-
-
-def weights_by_rank(board: Board, ranks: Sequence[int], devices: int, total: float) -> dict[int, float]:
-    """Returns by rank what its gradient counts in the mean over that total; one device of a replica knows."""
-    units: dict[int, float] = {}
-    for rank in ranks:
-        units[rank // devices] = max(units.get(rank // devices, 0.0), board.get_float(rank, Word.UNIT))
-    return {rank: units[rank // devices] / total for rank in ranks}

@@ -14,8 +14,8 @@ from torch import nn
 
 from paceline.exchange.board import Members
 from paceline.exchange.together import Together
-from paceline.mirrored.between_hosts import OneHost
 from paceline.mirrored.model_part import WholeModel
+from paceline.mirrored.one_host import OneHost
 from paceline.mirrored.shared_model import SharedModel
 from paceline.optim.host_copy import HostCopy
 

@@ -37,11 +37,11 @@ from paceline.loop.engine import Batch, Chapter, Closed, Computed, ReplicaWork
 from paceline.loop.lockstep import BatchShare, LedgerSamples, LockstepEngine
 from paceline.loop.run_state import RunState, StateByName
 from paceline.loss_value import NOTHING, FoundLoss, LossPart, Weight, differing_kinds, nothing_counted
-from paceline.mirrored.between_hosts import OneHost, StepTotals
 from paceline.mirrored.device_model import DeviceModel
 from paceline.mirrored.joining import Joining
 from paceline.mirrored.logged_numbers import LoggedNumbers
 from paceline.mirrored.model_part import CutModel, WholeModel
+from paceline.mirrored.one_host import OneHost, StepTotals
 from paceline.mirrored.owner import Owner
 from paceline.mirrored.shared_model import SharedModel
 from paceline.mirrored.statistics import BatchStatistics

@@ -28,8 +28,9 @@ from paceline.exchange.together import Together
 from paceline.exchange.words import Kind, Phase
 from paceline.memory.layout import FlatLayout, Slot
 from paceline.memory.model_arena import ForHosts, ModelArena
-from paceline.mirrored.between_hosts import BetweenHosts, OneHost, StepTotals, weights_by_rank
+from paceline.mirrored.between_hosts import BetweenHosts
 from paceline.mirrored.link_maker import LinkMaker
+from paceline.mirrored.one_host import OneHost, StepTotals, weights_by_rank
 from paceline.mirrored.owner import Owner
 from paceline.mirrored.step_parts import DecidedStep
 

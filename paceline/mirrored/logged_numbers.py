@@ -15,7 +15,7 @@ from paceline.exchange.together import Together
 from paceline.exchange.words import Word
 from paceline.loss_value import NOTHING, LossPart
 from paceline.memory.model_arena import LOGGED_BYTES, ModelArena
-from paceline.mirrored.between_hosts import OneHost
+from paceline.mirrored.one_host import OneHost
 
 _LENGTH_BYTES = 8
 _PARTS = msgspec.msgpack.Decoder(LossPart)

@@ -18,7 +18,7 @@ from paceline.exchange.together import Together
 from paceline.exchange.words import HostWord, Kind, Phase
 from paceline.loop.lockstep import BatchShare
 from paceline.loss_value import LossPart, Weight
-from paceline.mirrored.between_hosts import OneHost
+from paceline.mirrored.one_host import OneHost
 from paceline.mirrored.shared_model import SharedModel
 from paceline.mirrored.statistics import BatchStatistics
 from paceline.mirrored.step_parts import DecidedStep, StepPart

@@ -28,11 +28,12 @@ from paceline.loop.training_loop import Training
 from paceline.machine import shared_words_work
 from paceline.memory import segment
 from paceline.memory.heap import keep_memory
-from paceline.mirrored.between_hosts import BetweenHosts, OneHost
+from paceline.mirrored.between_hosts import BetweenHosts
 from paceline.mirrored.engine import MirroredEngine
 from paceline.mirrored.gossip import Gossip
 from paceline.mirrored.link_maker import GivenLinks, LinkMaker
 from paceline.mirrored.local_steps import LocalSteps
+from paceline.mirrored.one_host import OneHost
 from paceline.mirrored.step_parts import StepPart
 from paceline.optim.host_copy import HOST, HostCopy, device_of
 from paceline.run_place import PLACE_VARIABLE, Place

@@ -14,7 +14,7 @@ from torch import nn
 from paceline.errors import DataError
 from paceline.exchange.board import Members
 from paceline.exchange.sums import SharedSums
-from paceline.mirrored.between_hosts import OneHost
+from paceline.mirrored.one_host import OneHost
 from paceline.mirrored.step_parts import StepPart
 from paceline.optim.batchnorm import Statistics, has_batchnorm, make_exact
 from paceline.torch_private import AnyBatchNorm
