@@ -158,8 +158,9 @@ class Supervisor:
         """Whether nothing runs any more, on this host or any other."""
         if self._living or self._due:
             return False
-        if self._is_outside:
-            self._hosts.leave()
+        may_join = self._job.hosts is not None and self._job.hosts.fewest is not None
+        if self._is_outside or (may_join and self._place.host and self._own_exit_code() not in (0, INTERRUPTED)):
+            self._hosts.leave()  # it may be started again
         self._hosts.finish(self._own_exit_code(), trained=self._exit_code is not None or bool(self._finished))
         return self._hosts.code is not None
 
