@@ -245,10 +245,9 @@ def test_closing_twice_leaves_nothing_and_cuts_off_who_stayed() -> None:
 @needs_root
 def test_a_start_that_fails_halfway_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EmulatedHosts, "interface", "a-name-too-long-for-linux")
-    before = namespaces()
     with pytest.raises(LaunchError, match="a-name-too-long-for-linux"):
         EmulatedHosts(Emulation(2, "1gbit"))
-    assert namespaces() <= before
+    assert not [name for name in namespaces() if name.startswith(f"paceline-{os.getpid()}-")]  # others may make some
 
 
 @needs_root
