@@ -78,6 +78,7 @@ def alone(start: Start) -> Run:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(400)
 @pytest.mark.skipif(os.geteuid() != 0, reason="making network namespaces needs root")
 @pytest.mark.parametrize("number", range(RUNS))
 def test_the_others_go_on_to_the_same_result(number: int, start: Start, alone: Run) -> None:

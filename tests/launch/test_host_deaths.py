@@ -21,6 +21,7 @@ LEDGER = "epochs 0 to 2: 60 samples, each once"
 
 
 pytestmark = needs_hosts
+pytestmark = [needs_hosts, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ LEDGER = "epochs 0 to 3: 60 samples, each once"
 
 
 pytestmark = needs_hosts
+pytestmark = [needs_hosts, pytest.mark.timeout(400)]
 
 
 class Joined:
