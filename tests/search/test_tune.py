@@ -83,7 +83,9 @@ def trial_processes(folder: Path) -> list[psutil.Process]:
 
 
 def is_replica(process: psutil.Process) -> bool:
-    return "paceline.launch.replica" in process.cmdline()
+    with suppress(psutil.Error):  # it has ended meanwhile
+        return "paceline.launch.replica" in process.cmdline()
+    return False
 
 
 @pytest.fixture(scope="module")
@@ -360,8 +362,9 @@ def kill_one(run: TuneRun, kind: str, chance: random.Random) -> bool:
     """Kill -9 one of these, whatever it is at; whether there was one."""
     processes = [run.process] if kind == "the search" else trial_processes(run.folder)
     if kind == "a trial":
-        parents = {process.ppid() for process in processes if is_replica(process)}
-        processes = [process for process in processes if process.pid in parents]
+        replicas, processes = [process for process in processes if is_replica(process)], []
+        with suppress(psutil.Error):
+            processes = [psutil.Process(chance.choice(replicas).ppid())] if replicas else []
     elif kind == "a replica":
         processes = [process for process in processes if is_replica(process)]
     if not processes or run.process.poll() is not None:
