@@ -361,10 +361,12 @@ KILLS = ("the search", "a trial", "a replica")
 def kill_one(run: TuneRun, kind: str, chance: random.Random) -> bool:
     """Kill -9 one of these, whatever it is at; whether there was one."""
     processes = [run.process] if kind == "the search" else trial_processes(run.folder)
-    if kind == "a trial":
-        replicas, processes = [process for process in processes if is_replica(process)], []
-        with suppress(psutil.Error):
-            processes = [psutil.Process(chance.choice(replicas).ppid())] if replicas else []
+    if kind == "a trial":  # a replica's parent, if that is of this search too: an orphan's is not
+        parents = set()
+        for process in filter(is_replica, processes):
+            with suppress(psutil.Error):
+                parents.add(process.ppid())
+        processes = [process for process in processes if process.pid in parents]
     elif kind == "a replica":
         processes = [process for process in processes if is_replica(process)]
     if not processes or run.process.poll() is not None:
