@@ -41,7 +41,7 @@ class Size:
 SIZES = {
     "full": Size(RATES, WIDTHS, epochs=6),
     "quick": Size(RATES[:2], WIDTHS[:2], epochs=3),
-    "tiny": Size(RATES[:2], WIDTHS[:1], epochs=1),
+    "tiny": Size(RATES[:2], WIDTHS[:2], epochs=1),
 }
 
 
