@@ -49,7 +49,7 @@ from paceline.evaluations import EvaluationKey
 from paceline.loss_value import LossPart, MeanPart
 from paceline.net import strangers as strangers_module
 from paceline.net.frames import MAGIC, Channel
-from paceline.net.secure import Keys, proof_of
+from paceline.net.secure import Keys, proof_of, wrap_server
 from paceline.net.strangers import Strangers
 from paceline.rules import Sync
 
@@ -120,6 +120,7 @@ def test_who_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
 def test_strangers_lock_nobody_out(keys: Path, monkeypatch: pytest.MonkeyPatch, limit: str, secure: bool) -> None:
     monkeypatch.setattr(strangers_module, limit, 3)
     monkeypatch.setattr(welcome_module, "HELLO_WITHIN_S", 300.0)  # so long a stranger could stay
+    monkeypatch.setattr(wrap_server, "__defaults__", (300.0,))
     ours = Keys.load(keys / "ours") if secure else None
     with running(ours) as server, contextlib.ExitStack() as stack:
         idle = [stack.enter_context(server.connect()) for _ in range(3)]

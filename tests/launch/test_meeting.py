@@ -66,7 +66,7 @@ def test_strangers_who_say_nothing_keep_no_host_away(port: int, limit: str, monk
     with contextlib.ExitStack() as stack:
         said: list[str] = []
         host = stack.enter_context(contextlib.closing(Meeting(setting(0, port), said.append)))
-        idle = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(70)]
+        idle = [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30)) for _ in range(70)]
         guest = stack.enter_context(contextlib.closing(Meeting(setting(1, port), said.append)))
         both_begin(host, guest)
         assert idle[0].recv(1) == b""  # the oldest made room
