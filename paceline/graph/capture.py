@@ -25,6 +25,7 @@ from torch import fx, nn
 
 from paceline.errors import ModelError
 from paceline.graph.call_graph import AROUND, CallGraph, Mode
+from paceline.graph.drawn_numbers import DrawnNumbers
 from paceline.graph.inputs import Structure, take_apart
 from paceline.graph.operators import name_of
 from paceline.graph.whole import Capturing, NotNoted, WholeCall
@@ -83,7 +84,7 @@ def capture(function: Function, model: nn.Module, given: Any, free: Sequence[set
         # Without gradients torch's own attention is one operator when it is called, and several when it is exported.
         if torch.is_grad_enabled():
             with suppress(Exception):  # which code that knows of torch.export may spare us
-                return export(as_if_called)
+                return export(_as_called)
         return export(nullcontext)
 
     try:
@@ -115,6 +116,13 @@ def _refuse_open(free: Sequence[set[int]]) -> None:
     """What is kept whole gives tensors of the sizes that it gave once."""
     if any(free):
         raise ModelError("model", "kept whole in part", "its sizes cannot be left open")
+
+
+@contextmanager
+def _as_called() -> Iterator[None]:
+    """What is computed inside of it goes the way that it goes when it is called."""
+    with as_if_called(), DrawnNumbers():
+        yield
 
 
 @contextmanager

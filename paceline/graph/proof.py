@@ -19,6 +19,7 @@ from torch import nn
 from paceline.errors import ModelError
 from paceline.graph.call_graph import CallGraph
 from paceline.graph.capture import Function
+from paceline.graph.drawn_numbers import DrawnNumbers
 from paceline.graph.inputs import Structure, take_apart
 from paceline.graph.noted_operators import CannotFollow, Known, NotedOperators, noted_operators
 from paceline.optim.batchnorm import plain_batchnorm
@@ -40,7 +41,8 @@ class Proof:
         self._theirs = self._noted(self._call)
 
     def _call(self, plain: nn.Module) -> list[torch.Tensor]:
-        tensors, self._structure = take_apart(self.function(plain, self.given), "output")
+        with DrawnNumbers():
+            tensors, self._structure = take_apart(self.function(plain, self.given), "output")
         return tensors
 
     def _noted(self, compute: Callable[[nn.Module], Any]) -> NotedOperators | None:
