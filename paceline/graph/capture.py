@@ -34,7 +34,7 @@ from paceline.optim.models import own_state
 from paceline.torch_private import CHECKS, as_if_called, masks_unread, schema_of
 
 Function = Callable[[nn.Module, Any], Any]
-_CAPTURING = threading.Lock()  # torch.export changes torch itself meanwhile
+CAPTURING = threading.Lock()  # torch.export changes torch itself meanwhile, for all threads
 
 
 # Operators that take nothing of their second operand but its shape, which is known.
@@ -77,7 +77,7 @@ def capture(function: Function, model: nn.Module, given: Any, free: Sequence[set
 
     def export(around: Callable[[], AbstractContextManager[None]]) -> Any:
         computation.around = around
-        with _CAPTURING, _quiet(), masks_unread(), kept_whole.as_operators():
+        with CAPTURING, _quiet(), masks_unread(), kept_whole.as_operators():
             return torch.export.export(computation, tuple(tensors), strict=False, dynamic_shapes=_open_sizes(free))
 
     def follow() -> Any:

@@ -18,7 +18,7 @@ from torch import nn
 
 from paceline.errors import ModelError
 from paceline.graph.call_graph import CallGraph
-from paceline.graph.capture import Function
+from paceline.graph.capture import CAPTURING, Function
 from paceline.graph.drawn_numbers import DrawnNumbers
 from paceline.graph.inputs import Structure, take_apart
 from paceline.graph.noted_operators import CannotFollow, Known, NotedOperators, noted_operators
@@ -48,7 +48,7 @@ class Proof:
     def _noted(self, compute: Callable[[nn.Module], Any]) -> NotedOperators | None:
         plain = own_state(self.model)
         inputs, _ = take_apart(self.given, "batch")
-        with contextlib.suppress(CannotFollow), plain_batchnorm(plain):
+        with contextlib.suppress(CannotFollow), CAPTURING, plain_batchnorm(plain):
             return noted_operators(plain, inputs, lambda: compute(plain), self._known, gradients=self._gradients)
         return None
 
