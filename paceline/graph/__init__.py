@@ -5,6 +5,7 @@ capture          from a function, a model and its inputs to the graph, by torch.
 shapes           one computation in many shapes: sizes that are left open, and numbers in their places
 inputs           what a function is given, as tensors and all else
 whole            modules and functions that are one operator each: `pl.whole`
+drawn_numbers    what is drawn at random, and is below nothing
 proof            whether the graph computes what the function computes
 noted_operators  what a computation comes to, without computing it: the proof, and a graph's name on disk
 python_effects   what is in no graph: a function prints, it counts; numbers that change

@@ -25,6 +25,7 @@ from torch import fx, nn
 
 from paceline.errors import ModelError
 from paceline.graph.call_graph import AROUND, CallGraph, Mode
+from paceline.graph.drawn_numbers import DrawnNumbers
 from paceline.graph.inputs import Structure, take_apart
 from paceline.graph.operators import name_of
 from paceline.graph.whole import Capturing, NotNoted, WholeCall
@@ -33,7 +34,7 @@ from paceline.optim.models import own_state
 from paceline.torch_private import CHECKS, as_if_called, masks_unread, schema_of
 
 Function = Callable[[nn.Module, Any], Any]
-_CAPTURING = threading.Lock()  # torch.export changes torch itself meanwhile
+CAPTURING = threading.Lock()  # torch.export changes torch itself meanwhile, for all threads
 
 
 # Operators that take nothing of their second operand but its shape, which is known.
@@ -76,14 +77,14 @@ def capture(function: Function, model: nn.Module, given: Any, free: Sequence[set
 
     def export(around: Callable[[], AbstractContextManager[None]]) -> Any:
         computation.around = around
-        with _CAPTURING, _quiet(), masks_unread(), kept_whole.as_operators():
+        with CAPTURING, _quiet(), masks_unread(), kept_whole.as_operators():
             return torch.export.export(computation, tuple(tensors), strict=False, dynamic_shapes=_open_sizes(free))
 
     def follow() -> Any:
         # Without gradients torch's own attention is one operator when it is called, and several when it is exported.
         if torch.is_grad_enabled():
             with suppress(Exception):  # which code that knows of torch.export may spare us
-                return export(as_if_called)
+                return export(_as_called)
         return export(nullcontext)
 
     try:
@@ -115,6 +116,13 @@ def _refuse_open(free: Sequence[set[int]]) -> None:
     """What is kept whole gives tensors of the sizes that it gave once."""
     if any(free):
         raise ModelError("model", "kept whole in part", "its sizes cannot be left open")
+
+
+@contextmanager
+def _as_called() -> Iterator[None]:
+    """What is computed inside of it goes the way that it goes when it is called."""
+    with as_if_called(), DrawnNumbers():
+        yield
 
 
 @contextmanager

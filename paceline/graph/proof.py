@@ -18,7 +18,8 @@ from torch import nn
 
 from paceline.errors import ModelError
 from paceline.graph.call_graph import CallGraph
-from paceline.graph.capture import Function
+from paceline.graph.capture import CAPTURING, Function
+from paceline.graph.drawn_numbers import DrawnNumbers
 from paceline.graph.inputs import Structure, take_apart
 from paceline.graph.noted_operators import CannotFollow, Known, NotedOperators, noted_operators
 from paceline.optim.batchnorm import plain_batchnorm
@@ -40,13 +41,14 @@ class Proof:
         self._theirs = self._noted(self._call)
 
     def _call(self, plain: nn.Module) -> list[torch.Tensor]:
-        tensors, self._structure = take_apart(self.function(plain, self.given), "output")
+        with DrawnNumbers():
+            tensors, self._structure = take_apart(self.function(plain, self.given), "output")
         return tensors
 
     def _noted(self, compute: Callable[[nn.Module], Any]) -> NotedOperators | None:
         plain = own_state(self.model)
         inputs, _ = take_apart(self.given, "batch")
-        with contextlib.suppress(CannotFollow), plain_batchnorm(plain):
+        with contextlib.suppress(CannotFollow), CAPTURING, plain_batchnorm(plain):
             return noted_operators(plain, inputs, lambda: compute(plain), self._known, gradients=self._gradients)
         return None
 

@@ -15,7 +15,7 @@ from torch import nn
 from paceline.errors import ModelError
 from paceline.graph.capture import capture
 from paceline.graph.inputs import take_apart
-from paceline.graph.proof import compare, run_whole
+from paceline.graph.proof import Proof, compare, run_whole
 
 WIDTH = 6
 
@@ -96,6 +96,47 @@ def test_autocast_inside_a_loss_is_a_mode_of_its_operators() -> None:
     graph = capture(under_autocast, model, x)
     compare(under_autocast, model, x, graph, gradients=True)
     assert not torch.is_autocast_enabled("cpu")
+
+
+class LeavesOut(nn.Module):
+    """Layers that are left out at random, as models of `transformers` do it."""
+
+    def __init__(self, layerdrop: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.layerdrop = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)), layerdrop
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            dropout_probability = torch.rand([])
+            if dropout_probability < self.layerdrop:
+                continue
+            x = F.dropout(layer(x), 0.5)
+        return x
+
+
+def squared(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()  # type: ignore[no-any-return]
+
+
+def test_layers_that_are_never_left_out_are_followed_and_what_is_drawn_for_them_still_is() -> None:
+    model, x = LeavesOut(0.0), torch.randn(3, WIDTH)
+    graph = capture(squared, model, x)
+    assert [str(node.target) for node in graph.nodes].count("aten.rand.default") == 2
+    assert Proof(squared, model, x).holds(graph)
+    compare(squared, model, x, graph, gradients=True)  # with the same masks
+    with pytest.raises(ModelError, match=r"if dropout_probability < self.layerdrop:\), so it cannot be cut"):
+        capture(squared, LeavesOut(0.1), x)
+
+
+def test_a_number_that_was_drawn_and_changed_is_not_taken_for_one_that_was_drawn() -> None:
+    def changed(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        drawn = torch.rand([])
+        drawn -= 1
+        return squared(model, x) * (2 if drawn < 0 else 1)
+
+    with pytest.raises(ModelError, match="it decides by the values of a tensor"):
+        capture(changed, LeavesOut(0.0), torch.randn(3, WIDTH))
 
 
 @dataclasses.dataclass(frozen=True)
