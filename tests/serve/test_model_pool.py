@@ -22,15 +22,16 @@ from paceline.combining import Combination
 from paceline.errors import CheckpointError
 from paceline.memory import segment
 from paceline.serve.answering import ProcessEnds, be_model_process
-from paceline.serve.batching import RequestQueue
+from paceline.serve.batching import Asked, RequestQueue
 from paceline.serve.ensemble_pool import EnsemblePool
 from paceline.serve.model_pool import ModelPool
 from paceline.serve.request_error import RequestError
+from paceline.serve.row_batches import shape_of
 from paceline.serve.serving_metrics import ServingMetrics
 from paceline.serve.shared_values import SharedValues
 from paceline.serve.version_source import FileSource, TakenVersion
 
-LONG_S = 60.0
+LONG_S = 90.0
 ROW = {"x": np.ones((1, 2), np.float32)}
 
 
@@ -179,6 +180,27 @@ def test_who_asks_for_a_version_whose_last_process_dies_is_told_at_once(tmp_path
         (tmp_path / "hold").unlink()
         answer = await holding  # it named no version, so the newest answers it
         assert (answer.version, answer.outputs["y"].tolist()) == (2, [[10.0, 10.0]])
+
+    with_pool(tmp_path, 1, test)
+
+
+def test_who_gives_less_time_than_the_model_takes_is_told_so_and_who_gives_enough_that_it_is_late(
+    tmp_path: Path,
+) -> None:
+    async def test(pool: ModelPool, _: Any, notes: list[str]) -> None:
+        await pool.load()
+        for _ in range(3):
+            await answers(pool)
+        for share, more_s, status in ((0.1, 0.0, 429), (1.0, 0.3, 504)):
+            usual_s = pool.queue.alone_s(Asked(0, shape_of(ROW), 1, 0.0))
+            assert usual_s > 0
+            deadline_s = share * usual_s + more_s
+            (tmp_path / "hold").touch()
+            with pytest.raises(RequestError) as told:
+                await pool.ask({"x": np.full((1, 2), 5, np.float32)}, 1, deadline_s, None)
+            assert told.value.status == status
+            (tmp_path / "hold").unlink()
+            await until(lambda: not any(pool.queue.running.values()))
 
     with_pool(tmp_path, 1, test)
 

@@ -20,7 +20,7 @@ from uvicorn.server import ServerState
 from paceline.serve.http_request import HttpRequest
 from paceline.serve.quick_protocol import MOST_HEAD, QuickProtocol
 
-LONG_S = 60.0
+LONG_S = 90.0
 Answers = Callable[..., list[tuple[int, Any, bool]]]
 LIVE = b"GET /live HTTP/1.1\r\nHost: here\r\n\r\n"
 

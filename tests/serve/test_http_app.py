@@ -1,0 +1,72 @@
+"""What HTTP makes of requests and answers, without processes: a model that is a function of its inputs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.responses import Response
+
+from paceline.serve.access_log import AccessLog
+from paceline.serve.http_app import HttpApp, HttpSettings
+from paceline.serve.http_request import HttpRequest
+from paceline.serve.request_error import NOT_COMPUTED, RequestError
+from paceline.serve.served_model import ServedAnswer
+from paceline.serve.served_tensor import ModelDescription, ServedTensor
+from paceline.serve.serving_metrics import ServingMetrics
+
+
+class Summing:
+    """Adds rows up; cannot compute what is longer than four."""
+
+    def __init__(self) -> None:
+        self.metrics = ServingMetrics()
+
+    def refusal(self, deadline_s: float) -> None:
+        return None
+
+    def ask(self, inputs: Any, rows: int, deadline_s: float, version: int | None) -> asyncio.Future[ServedAnswer]:
+        future: asyncio.Future[ServedAnswer] = asyncio.get_running_loop().create_future()
+        if inputs["x"].shape[1] > 4:
+            future.set_exception(RequestError(NOT_COMPUTED, "the model could not compute this: it is too long"))
+        else:
+            future.set_result(ServedAnswer({"sum": inputs["x"].sum(1)}, 1, "1.1", 1, 0.0, 0.0))
+        return future
+
+
+def told(body: Any, *, declared: bool, **headers: str) -> tuple[int, Any]:
+    """The status and the JSON of the answer to a POST of this body to /predict."""
+    inputs = [ServedTensor("x", "FP32", [-1, 4])]
+    model: Any = Summing()
+    description = ModelDescription(kind="Summing", inputs=inputs, declared=declared)
+    app = HttpApp(HttpSettings("model", 1.0, 1000), model, description, AccessLog(None))
+
+    async def ask() -> Response:
+        names = [(name.replace("_", "-").lower().encode(), value.encode()) for name, value in headers.items()]
+        request = HttpRequest({"method": "POST", "path": "/predict", "headers": names})
+        assert app.is_asking(request)
+        begun = app.begin(request, json.dumps(body).encode())
+        return begun if isinstance(begun, Response) else app.finish(request, begun)
+
+    response = asyncio.run(ask())
+    return response.status_code, json.loads(response.body)
+
+
+def test_sizes_that_were_said_hold_and_those_of_an_example_do_not() -> None:
+    assert told([[1, 2, 3, 4]], declared=True)[1]["outputs"] == {"sum": [10]}
+    assert told([[1, 2, 3]], declared=False)[1]["outputs"] == {"sum": [6]}
+    assert told([[1, 2, 3]], declared=True) == (400, {"error": "shape of x is [1, 3]: the model takes x FP32 [-1, 4]"})
+
+
+def test_what_a_model_cannot_compute_is_told_with_what_it_takes() -> None:
+    sentence = "the model could not compute this: it is too long (the model takes x FP32 [-1, 4])"
+    assert told(np.ones((1, 5)).tolist(), declared=False) == (422, {"error": sentence})
+
+
+@pytest.mark.parametrize("given", ["0", "0.0005", "-1", "nan", "1e9", "soon", ""])
+def test_a_deadline_nobody_could_mean_is_refused(given: str) -> None:
+    status, answer = told([[1, 2, 3, 4]], declared=True, Paceline_Deadline=given)
+    assert (status, answer) == (400, {"error": f"Paceline-Deadline is {given!r}: give seconds from 0.001 to 3600"})
