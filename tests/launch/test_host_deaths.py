@@ -20,7 +20,6 @@ SCRIPT = TESTS / "faulty_training.py"
 LEDGER = "epochs 0 to 2: 60 samples, each once"
 
 
-pytestmark = needs_hosts
 pytestmark = [needs_hosts, pytest.mark.timeout(400)]
 
 

@@ -24,7 +24,6 @@ EPOCHS, STEPS = 4, 20
 LEDGER = "epochs 0 to 3: 60 samples, each once"
 
 
-pytestmark = needs_hosts
 pytestmark = [needs_hosts, pytest.mark.timeout(400)]
 
 
