@@ -54,9 +54,10 @@ def begin() -> None:
     try:
         server.run(recover=True)
     except PacelineError as error:
-        sys.exit(str(error))
+        print(error, file=sys.stderr, flush=True)
+        os._exit(1)
     sys.stdout.flush()
-    os._exit(0)  # threads may be inside torch
+    os._exit(0)  # threads may be inside torch, and one reads what the supervisor says
 
 
 def _listen_to_supervisor(server: Server, keep_models: Callable[[Path], None]) -> None:
