@@ -115,13 +115,14 @@ def _compare(function: Function, model: nn.Module, given: Any, graph: CallGraph,
         theirs = run(lambda: take_apart(function(model, given), "output"))
         ours = run(lambda: (run_whole(graph, model, given), graph.structure))
         why = _difference(model, theirs, ours)
-        again = theirs if why is None else run(lambda: take_apart(function(model, given), "output"))
+        # Of what counts its calls, the graph may be that of just the call it was compared with.
+        again = run(lambda: take_apart(function(model, given), "output"))
     finally:
         torch.set_rng_state(random)
         for parameter, grad in zip(model.parameters(), kept, strict=True):
             parameter.grad = grad
-    if why is not None:
-        changes = _difference(model, theirs, again)
+    changes = _difference(model, theirs, again)
+    if why is not None or changes is not None:
         raise ModelError(
             "loss",
             type(model).__name__,
