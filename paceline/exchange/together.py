@@ -41,7 +41,9 @@ class Together:
     def is_first(self) -> bool:
         """Whether this replica speaks for the others at this moment."""
         op = self.board.get(self.replica, Word.OP)
-        return self.board.members(self.replica, op).first == self.replica
+        # One that was started again takes part from the next op on, and all others may have died before that.
+        members = self.board.members(self.replica, op).ranks or self.board.members(self.replica, op + 1).ranks
+        return members[:1] == (self.replica,)
 
     def coming(self) -> Members:
         """Who will take part in the next op, if nobody dies before."""

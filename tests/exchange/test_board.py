@@ -6,6 +6,7 @@ import pytest
 
 from paceline.errors import Stalled
 from paceline.exchange.board import Board, MemberLost
+from paceline.exchange.together import Together
 from paceline.exchange.words import HostWord, Kind, Phase, Word
 
 
@@ -74,6 +75,18 @@ def test_a_replica_started_again_takes_part_from_the_op_after_it_was_admitted(bo
     assert board.members(0, 6).ranks == (0, 1, 2)
     assert board.any_joining(0, 5), "a second try of the same op must write the notes again"
     assert not board.any_joining(0, 6), "notes were overwritten while they were being read"
+
+
+def test_one_that_was_admitted_speaks_when_all_others_have_died_before_it_took_part(board: Board) -> None:
+    board.declare_ended(1)
+    board.set(1, Word.JOINING, board.declare_started_again(1))
+    board.admit_joining(0, 5)
+    board.set(1, Word.OP, 5)  # as it has read in the notes
+    together = Together(board, 1, timeout_s=1)
+    assert not together.is_first()
+    for rank in (0, 2):
+        board.declare_ended(rank)
+    assert together.is_first()
 
 
 def test_a_joining_process_that_died_again_is_not_admitted(board: Board) -> None:
