@@ -21,6 +21,7 @@ from paceline import __version__
 from paceline.central.client.client import Client, ServerAddresses
 from paceline.central.client.reader import Reader
 from paceline.central.container import presence as presence_module
+from paceline.central.container import runs as runs_module
 from paceline.central.container import training as training_module
 from paceline.central.messages import requests
 from paceline.central.messages.settings import Settings
@@ -96,8 +97,9 @@ def test_mutated_frames_change_nothing(monkeypatch: pytest.MonkeyPatch, who: Any
     seed = int(os.environ.get("PACELINE_SOAK_SEED", random.randrange(1 << 32)))
     print(f"PACELINE_SOAK_SEED={seed}")
     monkeypatch.setattr(training_module, "ANSWER_WITHIN_S", 0.01)
-    for module in (training_module, presence_module):
-        monkeypatch.setattr(module, "GRACE_S", 0.01)
+    monkeypatch.setattr(presence_module, "GRACE_S", 0.01)
+    for limit in ("LEAVE_WITHIN_S", "FILL_WITHIN_S", "RETURN_WITHIN_S"):  # friends would wait for runs that never come
+        monkeypatch.setattr(runs_module, limit, 0.01)
     process = psutil.Process()
     with running() as server:
         model = Model()
