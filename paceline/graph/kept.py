@@ -26,7 +26,7 @@ import torch
 
 from paceline.cache_folder import cache_folder
 from paceline.graph.call_graph import CallGraph
-from paceline.graph.proof import Proof
+from paceline.graph.proof import GraphProof
 from paceline.graph.shapes import AllShapes
 from paceline.graph.written import CannotBeWritten, read, written
 
@@ -42,7 +42,7 @@ class KeptGraph:
 
     def __init__(
         self,
-        proof: Proof,
+        proof: GraphProof,
         shapes: AllShapes,
         begin: Callable[[bool], None] = lambda will_be_kept: None,
         proven: str = "",
@@ -108,7 +108,7 @@ class KeptGraph:
             _write(f"{self._key}.{name}", content)
 
 
-def _is_right(graph: CallGraph, proof: Proof) -> bool:
+def _is_right(graph: CallGraph, proof: GraphProof) -> bool:
     """Returns whether a graph computes what the function computes. One that cannot be run does not."""
     with contextlib.suppress(Exception):
         return proof.holds(graph)

@@ -30,7 +30,7 @@ Found = tuple[list[torch.Tensor], list[torch.Tensor | None], list[torch.Tensor],
 CLOSE = 1e-5  # of a tensor's scale: both sides run the same kernels
 
 
-class Proof:
+class GraphProof:
     """Holds graphs against one computation: a function of a model and of what it is given."""
 
     def __init__(self, function: Function, model: nn.Module, given: Any) -> None:

@@ -46,7 +46,7 @@ LONGEST_FORK_S = 10.0
 MOST_MESSAGE = 1 << 17
 
 
-class StartRequest(msgspec.Struct, frozen=True, kw_only=True):
+class ForkRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What a starter is asked for. With it come descriptors: standard input, output, error, and others."""
 
     module: str  # its `main` is what the process does
@@ -92,7 +92,7 @@ class ColdStart:
         """There is nothing to end."""
 
 
-class Starter(ColdStart):
+class WarmStart(ColdStart):
     """The starter, as the supervisor sees it."""
 
     def __init__(self, guard: Guard, modules: Sequence[str], threads: int) -> None:
@@ -130,7 +130,7 @@ class Starter(ColdStart):
     def start(self, new: NewProcess) -> int:
         """Returns the number of the new process, which is a child of this one."""
         if self._process is not None and self._is_ready:
-            request = StartRequest(
+            request = ForkRequest(
                 module=new.module,
                 arguments=list(new.arguments),
                 environment=dict(new.environment),
@@ -159,7 +159,7 @@ class Starter(ColdStart):
             self._process = None
 
 
-def open_starter(job: RunJob, guard: Guard, threads: int) -> Starter | ColdStart:
+def open_starter(job: RunJob, guard: Guard, threads: int) -> WarmStart | ColdStart:
     """Returns what starts the processes of a run on this host."""
     servers = len(job.servers_here)
     if job.place.rows + servers < 2 or job.module or wants_plain_torch() or not pays_for(job.script):
@@ -171,7 +171,7 @@ def open_starter(job: RunJob, guard: Guard, threads: int) -> Starter | ColdStart
         modules += ["paceline.central.replica.only_tables", "paceline.mirrored.opening"]
     if servers:
         modules.append("paceline.central.server.server")
-    return Starter(guard, modules, threads)
+    return WarmStart(guard, modules, threads)
 
 
 def is_read_at_loading(variable: str) -> bool:

@@ -27,7 +27,7 @@ import msgspec
 
 from paceline.launch.quick_start import load_compiler_late
 from paceline.launch.resting_collector import rest_while_loading
-from paceline.launch.starter import MOST_MESSAGE, READY, StartRequest, is_read_at_loading
+from paceline.launch.starter import MOST_MESSAGE, READY, ForkRequest, is_read_at_loading
 from paceline.launch.with_parent import die_with_parent
 
 TORCH = "torch"
@@ -48,13 +48,13 @@ def main() -> None:
         importlib.import_module(forked.module).begin()
 
 
-def _fork_on_request(channel: socket.socket) -> StartRequest | None:
+def _fork_on_request(channel: socket.socket) -> ForkRequest | None:
     """Returns in every process that is forked, with what it is to do; and None when the supervisor closes its end."""
     while True:
         message, received, _, _ = socket.recv_fds(channel, MOST_MESSAGE, _MOST_DESCRIPTORS)
         if not message:
             return None
-        request = msgspec.msgpack.decode(message, type=StartRequest)
+        request = msgspec.msgpack.decode(message, type=ForkRequest)
         number, told = os.pipe()
         if not (between := _fork()):
             between = os.getpid()
@@ -80,7 +80,7 @@ def _fork() -> int:
         return os.fork()
 
 
-def _become(request: StartRequest, received: Sequence[int]) -> None:
+def _become(request: ForkRequest, received: Sequence[int]) -> None:
     """Makes this process, just forked, the one that was asked for."""
     _place_descriptors(received, [0, 1, 2, *request.descriptors])
     os.environ.clear()
@@ -119,7 +119,7 @@ def _place_descriptors(received: Sequence[int], wanted: Sequence[int]) -> None:
 class HiddenTorch(MetaPathFinder, Loader):
     """Has torch, which is loaded, imported by the script as if it were not."""
 
-    def __init__(self, request: StartRequest) -> None:
+    def __init__(self, request: ForkRequest) -> None:
         self._request = request
         self._cores, self._folder = os.sched_getaffinity(0), os.getcwd()
         self._torch = sys.modules.pop(TORCH)

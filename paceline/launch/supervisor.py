@@ -61,7 +61,7 @@ from paceline.launch.server_process import ServerProcess
 from paceline.launch.servers import LocalServers, NoServers
 from paceline.launch.signals import signals_as_bytes
 from paceline.launch.single_host import SingleHost
-from paceline.launch.starter import ColdStart, Starter, open_starter
+from paceline.launch.starter import ColdStart, WarmStart, open_starter
 from paceline.launch.view_keeper import ViewKeeper
 from paceline.run_place import INTERRUPTED, MODELS
 from paceline.watch.display import Display
@@ -89,7 +89,7 @@ class Supervisor:
         self._look_at = RegularLook(job, self._reporter)
         self._board = new_board(job)
         self._place = job.place
-        self._starter: Starter | ColdStart = ColdStart()
+        self._starter: WarmStart | ColdStart = ColdStart()
         self._servers: LocalServers | NoServers = NoServers()
         self._hosts: Meeting | SingleHost = SingleHost()
         self._views: ViewKeeper | None = None  # of the hosts of mirrored replicas
@@ -229,7 +229,7 @@ class Supervisor:
 
     def _await_starter(self) -> None:
         """Wait until processes can be started."""
-        if isinstance(self._starter, Starter) and self._starter.ready() is None:
+        if isinstance(self._starter, WarmStart) and self._starter.ready() is None:
             self._selector.register(self._starter, selectors.EVENT_READ, lambda: None)
             self._wait_for(self._starter.ready)
             self._selector.unregister(self._starter)

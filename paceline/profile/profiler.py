@@ -21,7 +21,7 @@ from paceline.cache_folder import CACHE
 from paceline.data.feed import Feed
 from paceline.data.ledger import Ledger
 from paceline.graph.kept import KeptGraph
-from paceline.graph.proof import Proof
+from paceline.graph.proof import GraphProof
 from paceline.graph.shapes import AllShapes
 from paceline.memory.heap import keep_memory
 from paceline.optim.models import own_state
@@ -159,7 +159,7 @@ class Profiler:
     def _named_dims(self) -> dict[str, Any]:
         """Returns the dims of the model. The graph that tells them is kept for the devices of layouts."""
         work, model = self._work, own_state(self._work.model)
-        kept = KeptGraph(Proof(work.loss, model, work.batch), AllShapes())
+        kept = KeptGraph(GraphProof(work.loss, model, work.batch), AllShapes())
         kept.prove()
         kept.keep()
         return dims_in(kept.graph, model, self._dims)

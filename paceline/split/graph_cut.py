@@ -27,7 +27,7 @@ from paceline.graph.capture import Function
 from paceline.graph.inputs import Structure, take_apart
 from paceline.graph.kept import KeptGraph
 from paceline.graph.operators import changed_by, changed_groups, name_of
-from paceline.graph.proof import Proof, compare
+from paceline.graph.proof import GraphProof, compare
 from paceline.graph.python_effects import numbers_used, python_effects
 from paceline.graph.shapes import AllShapes
 from paceline.loss_value import LossPart, Weight
@@ -117,7 +117,7 @@ class GraphCut(Cut):
         given = self.sized(given)
         shapes = AllShapes()
         with python_effects(self.model) as effects:
-            proof = Proof(function, self.model, given)  # on all devices at the same time
+            proof = GraphProof(function, self.model, given)  # on all devices at the same time
             with FirstCaptures(self.peers) as first:
                 kept = KeptGraph(proof, shapes, first.begin, first.proven)
                 self._check_loss(kept.graph)
@@ -161,7 +161,7 @@ class GraphCut(Cut):
         found = next((kind for kind in self._kinds if kind.fits(about, structure)), None)
         if found is None:
             shapes = next((kind.shapes for kind in self._kinds if kind.is_like(about, structure)), AllShapes())
-            found = self._open(KeptGraph(Proof(function, self.model, given), shapes), about, structure, shapes)
+            found = self._open(KeptGraph(GraphProof(function, self.model, given), shapes), about, structure, shapes)
         return found, tensors
 
     def _open(self, kept: KeptGraph, about: _About, structure: Structure, shapes: AllShapes) -> _Kind:

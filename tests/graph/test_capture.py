@@ -15,7 +15,7 @@ from torch import nn
 from paceline.errors import ModelError
 from paceline.graph.capture import capture
 from paceline.graph.inputs import take_apart
-from paceline.graph.proof import Proof, compare, run_whole
+from paceline.graph.proof import GraphProof, compare, run_whole
 
 WIDTH = 6
 
@@ -123,7 +123,7 @@ def test_layers_that_are_never_left_out_are_followed_and_what_is_drawn_for_them_
     model, x = LeavesOut(0.0), torch.randn(3, WIDTH)
     graph = capture(squared, model, x)
     assert [str(node.target) for node in graph.nodes].count("aten.rand.default") == 2
-    assert Proof(squared, model, x).holds(graph)
+    assert GraphProof(squared, model, x).holds(graph)
     compare(squared, model, x, graph, gradients=True)  # with the same masks
     with pytest.raises(ModelError, match=r"if dropout_probability < self.layerdrop:\), so it cannot be cut"):
         capture(squared, LeavesOut(0.1), x)

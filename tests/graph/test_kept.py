@@ -21,7 +21,7 @@ from paceline.cache_folder import CACHE
 from paceline.errors import InvalidInput
 from paceline.graph.call_graph import CallGraph
 from paceline.graph.kept import FOLDER, MOST_ENTRIES, KeptGraph
-from paceline.graph.proof import Proof, compare
+from paceline.graph.proof import GraphProof, compare
 from paceline.graph.shapes import AllShapes
 from paceline.plan.calibration import default_path
 from paceline.split.stages.measure import measure
@@ -76,7 +76,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def kept(function: Callable[..., Any] = loss, model: nn.Module | None = None, count: int = 5) -> KeptGraph:
-    found = KeptGraph(Proof(function, model or Net(), batch_of(count)), AllShapes())
+    found = KeptGraph(GraphProof(function, model or Net(), batch_of(count)), AllShapes())
     found.keep()
     return found
 
@@ -94,7 +94,7 @@ def code(call: CallGraph) -> list[str]:
 def test_a_graph_is_the_same_when_it_was_kept(function: Callable[..., Any]) -> None:
     first = kept(function)
     model = Net()
-    second = KeptGraph(Proof(function, model, batch_of()), AllShapes())
+    second = KeptGraph(GraphProof(function, model, batch_of()), AllShapes())
     assert (first.is_proven, second.is_proven) == (False, True)
     assert code(second.graph) == code(first.graph)
     batch = batch_of()
@@ -111,7 +111,7 @@ def test_a_graph_is_the_same_when_it_was_kept(function: Callable[..., Any]) -> N
 def test_tensors_of_the_users_are_those_of_this_run() -> None:
     kept()
     model = Net()
-    found = KeptGraph(Proof(loss, model, batch_of()), AllShapes())
+    found = KeptGraph(GraphProof(loss, model, batch_of()), AllShapes())
     live = [tensor for tensor in found.graph.constants.values() if tensor is model.mask or tensor is CLASS_WEIGHTS]
     assert found.is_proven
     assert len(live) == 2
@@ -134,7 +134,7 @@ def test_a_second_process_finds_it(folder: Path) -> None:
 
 
 def key(function: Callable[..., Any] = loss, model: nn.Module | None = None, batch: Any = None) -> str:
-    found = Proof(function, model or Net(), batch_of() if batch is None else batch).content
+    found = GraphProof(function, model or Net(), batch_of() if batch is None else batch).content
     assert found is not None
     return found
 
@@ -227,7 +227,7 @@ def test_what_follows_from_values_is_not_kept(folder: Path) -> None:
 
     large = torch.empty(1).expand(1 << 27)
     assert kept(chosen).graph.nodes
-    assert Proof(lambda model, batch: loss(model, batch) * large[0], Net(), batch_of()).content is None
+    assert GraphProof(lambda model, batch: loss(model, batch) * large[0], Net(), batch_of()).content is None
     assert not folder.exists()
 
 
@@ -245,14 +245,14 @@ def test_a_kept_graph_of_something_else_is_dropped_and_captured_anew(folder: Pat
     mine.write_bytes(other.read_bytes())
     first.add_note("operators", b"of the graph before")
     digest = other.read_bytes()[:20].hex()
-    trusting = KeptGraph(Proof(loss, Net(), batch_of()), AllShapes(), proven=f"{mine.stem} {digest}")
+    trusting = KeptGraph(GraphProof(loss, Net(), batch_of()), AllShapes(), proven=f"{mine.stem} {digest}")
     assert trusting.is_proven  # by another device
-    again = KeptGraph(Proof(loss, Net(), batch_of()), AllShapes())
+    again = KeptGraph(GraphProof(loss, Net(), batch_of()), AllShapes())
     assert not again.is_proven
     assert list(folder.iterdir()) == [other]
     again.prove()
     again.keep()
-    third = KeptGraph(Proof(loss, Net(), batch_of()), AllShapes())
+    third = KeptGraph(GraphProof(loss, Net(), batch_of()), AllShapes())
     assert third.is_proven
     assert third.entry == again.entry == first.entry
     assert third.note("operators") is None
@@ -277,14 +277,14 @@ def test_a_damaged_entry_is_as_good_as_none(folder: Path) -> None:
     whole = entry.read_bytes()
     for at in range(0, len(whole), max(1, len(whole) // 50)):
         entry.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        found = KeptGraph(Proof(loss, Net(), batch_of()), AllShapes())
+        found = KeptGraph(GraphProof(loss, Net(), batch_of()), AllShapes())
         assert not found.is_proven
         if at > 200:
             break
     entry.write_bytes(whole[:-1])
-    assert not KeptGraph(Proof(loss, Net(), batch_of()), AllShapes()).is_proven
+    assert not KeptGraph(GraphProof(loss, Net(), batch_of()), AllShapes()).is_proven
     entry.write_bytes(whole)
-    assert KeptGraph(Proof(loss, Net(), batch_of()), AllShapes()).is_proven
+    assert KeptGraph(GraphProof(loss, Net(), batch_of()), AllShapes()).is_proven
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_an_entry_that_somebody_made_up_runs_no_code(folder: Path, name: str) ->
     graph = msgspec.msgpack.decode(content)
     graph[0][-1][1:3] = [name, ["tuple", "libnothing.so"]]
     first.add_note("graph", msgspec.msgpack.encode(graph))
-    again = KeptGraph(Proof(loss, Net(), batch_of()), AllShapes())
+    again = KeptGraph(GraphProof(loss, Net(), batch_of()), AllShapes())
     assert not again.is_proven
     assert code(again.graph) == code(first.graph)
 
@@ -310,7 +310,7 @@ def made_up(change: Callable[[list[Any]], None]) -> bool:
     graph = msgspec.msgpack.decode(content)
     change(graph[0])
     first.add_note("graph", msgspec.msgpack.encode(graph))
-    again = KeptGraph(Proof(loss, Net(), batch_of()), AllShapes())
+    again = KeptGraph(GraphProof(loss, Net(), batch_of()), AllShapes())
     assert code(again.graph) == code(first.graph)
     return again.is_proven
 
@@ -343,7 +343,7 @@ def test_an_operator_that_touches_files_or_is_not_torchs_own_is_not_read(folder:
 
 def test_what_others_could_have_written_is_not_read(folder: Path) -> None:
     def found() -> bool:
-        return KeptGraph(Proof(loss, Net(), batch_of()), AllShapes()).is_proven
+        return KeptGraph(GraphProof(loss, Net(), batch_of()), AllShapes()).is_proven
 
     kept()
     (entry,) = folder.iterdir()

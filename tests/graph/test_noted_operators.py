@@ -17,7 +17,7 @@ from paceline.graph import proof
 from paceline.graph.capture import capture
 from paceline.graph.inputs import take_apart
 from paceline.graph.noted_operators import CannotFollow, noted_operators
-from paceline.graph.proof import Proof, run_whole
+from paceline.graph.proof import GraphProof, run_whole
 from paceline.torch_private import empty_tensor
 
 
@@ -160,9 +160,9 @@ def test_values_are_computed_only_where_operators_do_not_tell(monkeypatch: pytes
 
     monkeypatch.setattr(proof, "compare", compare)
     graph = capture(loss, model, given)
-    Proof(loss, model, given).prove(graph)
+    GraphProof(loss, model, given).prove(graph)
     assert not computed
-    Proof(with_factor, model, given).prove(graph)
+    GraphProof(with_factor, model, given).prove(graph)
     assert len(computed) == 1
 
 
@@ -174,4 +174,4 @@ def test_a_number_that_is_returned_beside_the_loss_and_changes_is_refused() -> N
 
     graph = capture(counted, model, given)
     with pytest.raises(ModelError, match=r"gives another number beside the loss \(\d and \d\) when it is called again"):
-        Proof(counted, model, given).prove(graph)
+        GraphProof(counted, model, given).prove(graph)
