@@ -3,8 +3,8 @@
     supervisor ── module, arguments, environment, descriptors ──▶ starter (torch, one thread) ── fork ──▶ replica
                ◀── its number ────────────────────────────────
 
-So torch is loaded once a run and host instead of once a process: a second or two of a core for each but the first, and
-one that is started again is there at once. What is forked becomes the supervisor's child: it is left an orphan, and the
+So torch is loaded once a run and host instead of once a process: a second or two of a core for each but the first, also
+when one is started again. What is forked becomes the supervisor's child: it is left an orphan, and the
 supervisor adopts those (`guard.py`).
 
 A script may set variables that torch looks at when it is loaded, before it imports it. One whose text names any has no
