@@ -29,7 +29,6 @@ import sys
 import threading
 import time
 import traceback
-import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -41,6 +40,7 @@ import torch
 from paceline.data.collate import Collate
 from paceline.data.samples_message import Message, pack, receive, send, unpack
 from paceline.errors import DataError, PacelineError
+from paceline.forked import fork_to_compute
 from paceline.seeds import mixed
 from paceline.torch_private import be_worker
 
@@ -201,11 +201,7 @@ class Workers:
     def _start(self, number: int) -> None:
         here, there = socket.socketpair()
         caller, main = os.getpid(), threading.current_thread() is threading.main_thread()
-        with warnings.catch_warnings():
-            # Python warns of threads that hold locks while a process forks; a worker uses nothing of theirs.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            process = os.fork()
-        if process:
+        if process := fork_to_compute():
             there.close()
             self._sockets.append(here)
             self._processes.append(process)

@@ -32,8 +32,8 @@ from paceline.engines.messages import (
 )
 from paceline.engines.setting import EngineHosts, EngineSetting
 from paceline.errors import LaunchError
+from paceline.launch.ending import END_GRACE_S, STOP_GRACE_S
 from paceline.launch.signals import signals_as_bytes
-from paceline.launch.supervisor import END_GRACE_S, STOP_GRACE_S
 from paceline.run_place import INTERRUPTED
 from paceline.watch.output import put
 from paceline.watch.target import NOT_REACHED

@@ -68,8 +68,6 @@ class Ensemble:
         or with `weights` a weighted mean, or stacked. `outputs` says what a member answers with: logits, probabilities,
         values (a regression) or labels; `class_dim` where its classes lie. `devices`: one a member, such as "cpu:1" for
         a core. `quorum`: how many members an answer needs, by default more than half.
-
-        `where="between"` forks a process a member, so call it before this process computes in threads of its own.
         """
         if not isinstance(members, Sequence | Mapping) or isinstance(members, str):
             raise InvalidInput("members", type(members).__name__, "give a list of models, or models by name")

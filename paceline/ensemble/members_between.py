@@ -192,8 +192,8 @@ class _MemberProcess:
         if not self.process.alive and not self.pause_s:
             try:
                 self.process.start_again()
-            except OSError as error:  # no memory or no processes left, for now
-                self.died_of = f"it could not be started again ({error.strerror})"
+            except (OSError, ReplicaDied) as error:  # no memory or no processes left, for now
+                self.died_of = f"it could not be started again ({getattr(error, 'strerror', error)})"
                 self._start_later()
         while self.process.free and self.process.ready and self.waiting:
             question = self.waiting.popleft()

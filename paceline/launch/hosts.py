@@ -11,8 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 
 from paceline.launch.cores import allowed_cores, share_of_cores
+from paceline.launch.ending import END_GRACE_S
 from paceline.launch.regular_look import LOOK_EVERY_S
-from paceline.launch.supervisor import END_GRACE_S
 from paceline.launch.with_parent import PARENT_VARIABLE
 from paceline.watch.target import NOT_REACHED
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -55,6 +56,15 @@ class RegularLook:
     def forgot_to_save(self) -> bool:
         """Return whether the script has made steps, and saved nothing of them."""
         return self.progress.step > self.progress.resumed_at and self.found.saved is None
+
+    def for_enough(self) -> str | None:
+        """Return by what the run is to stop, if it has done enough: "until" or "longest"."""
+        found, target = self.found, self.found.target_seen
+        if target is not None and target.reached is not None and not self._job.goes_on:
+            return "until"
+        if found.began_at is not None and time.monotonic() - found.began_at >= (self._job.longest_s or math.inf):
+            return "longest"
+        return None
 
     def for_stalls(self, board: Board, living: Mapping[int, ReplicaProcess]) -> None:
         """Tell of a wait that takes long: who waits, for whom, and where that one stands."""

@@ -26,12 +26,12 @@ import socket
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from paceline.errors import PacelineError, ReplicaDied, Stalled
+from paceline.forked import fork_to_compute
 from paceline.serve.answering import QUESTION, REPLY, Factory, ProcessEnds, ReplyKind, be_model_process
 from paceline.serve.shared_values import SharedValues
 
@@ -87,7 +87,7 @@ class ForkHere:
     """Forks the process from this one, so that it has whatever `factory` needs without anybody having to describe it.
 
     `factory()` is called in the new process, and returns the model, which is put into eval mode, or anything that is
-    called as `answer(*args, **kwargs)`. Fork before this process computes in threads of its own.
+    called as `answer(*args, **kwargs)`.
     """
 
     def __init__(self, factory: Factory) -> None:
@@ -99,11 +99,7 @@ class ForkHere:
             with contextlib.suppress(Exception):
                 stream.flush()  # else what is in it would be printed twice
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
-        with warnings.catch_warnings():
-            # Python warns of threads that hold locks while a process forks; the new one uses nothing of theirs.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            process = os.fork()
-        if not process:
+        if not (process := fork_to_compute()):
             be_model_process(ends, self._factory, cores, parent=parent)
         return process, os.pidfd_open(process)
 

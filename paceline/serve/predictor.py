@@ -40,6 +40,7 @@ from paceline.exchange.board import Board
 from paceline.exchange.life import Life
 from paceline.exchange.mailboxes import BOX_BYTES
 from paceline.exchange.words import HostWord
+from paceline.forked import fork_to_compute
 from paceline.launch.cores import allowed_cores, share_of_cores
 from paceline.memory.arena import Arena
 from paceline.memory.heap import keep_memory
@@ -261,11 +262,7 @@ class _DeviceProcesses:
     def start(self, rank: int, life: Any) -> None:
         """Forks the process of a device, which runs `life(rank, bell)` and ends with it."""
         main = threading.current_thread() is threading.main_thread()
-        with warnings.catch_warnings():
-            # Python warns of threads that hold locks while a process forks; the device uses nothing of theirs.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            process = os.fork()
-        if process:
+        if process := fork_to_compute():
             self._processes.append(process)
             self.lives[rank] = Life(process)
             os.close(self._bells[rank - 1][0])

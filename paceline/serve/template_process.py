@@ -10,13 +10,13 @@ import os
 import signal
 import socket
 import sys
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from paceline.errors import CheckpointError, PacelineError
+from paceline.forked import fork_to_compute
 from paceline.launch.on_import import when_imported
 from paceline.launch.quick_start import load_compiler_late
 from paceline.launch.resting_collector import rest_while_loading
@@ -49,8 +49,7 @@ def be_template(channel: socket.socket) -> None:
         if not message:
             return
         start = msgspec.msgpack.decode(message, type=StartRequest)
-        process = _fork()
-        if not process:
+        if not (process := fork_to_compute()):
             _answer(start, descriptors, found, call, request)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -86,12 +85,6 @@ def _answer(start: StartRequest, descriptors: Sequence[int], found: Any, call: A
         return answer
 
     be_model_process(ends, factory, start.cores, kept=[checkpoint])
-
-
-def _fork() -> int:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return os.fork()
 
 
 if __name__ == "__main__":
