@@ -8,8 +8,8 @@ A server that is asked ten times what it can answer says no nine times of ten. T
 saying no is what keeps it from answering. And of a model that answers in a fraction of a millisecond, tasks and routes
 would take as long again.
 
-What is no HTTP, and a head without end, which httptools would keep in memory however long it is, end the connection
-with a sentence.
+What is no HTTP, a head without end, which httptools would keep in memory however long it is, and a request that does
+not arrive end the connection with a sentence.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from paceline.serve.http_request import HttpRequest
-from paceline.serve.request_error import BAD, HEAD_TOO_LARGE
+from paceline.serve.request_error import BAD, HEAD_TOO_LARGE, TOO_SLOW
 
 MOST_HEAD = 1 << 16  # bytes of a request that are not its body, but for those that arrive together with it
+ARRIVAL_S = 30.0  # for a head to arrive, and for the next piece of a body
 LINGER_S = 2.0  # who is told something while it sends would lose that if the connection were closed at once
 _CLOSE = b"connection: close\r\n"
 
@@ -35,6 +36,7 @@ _CLOSE = b"connection: close\r\n"
 class QuickProtocol(HttpToolsProtocol):
     """One connection, of an application that has `is_asking`, `refused`, `begin`, `finish` and `note`."""
 
+    _in_head = False  # a request has begun to arrive
     _in_body = False  # the head of a request has arrived, and not all of it
     _refusing = False  # that request
     _asking: HttpRequest | None = None  # that request, if it may go the short way
@@ -43,7 +45,35 @@ class QuickProtocol(HttpToolsProtocol):
     _ended = False  # what arrives now is of no interest
     _head_bytes = 0  # since something was complete
 
+    _awaited_since: float | None = None  # the rest of a head, or the next piece of a body
+
     # ── what arrives ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def connection_made(self, transport: Any) -> None:
+        """Takes a connection, of which a request is expected."""
+        super().connection_made(transport)
+        self._awaited_since = self.loop.time()
+        self.loop.call_later(ARRIVAL_S, self._look_whether_it_arrives)
+
+    def _look_whether_it_arrives(self) -> None:
+        """Ends the connection if what is awaited has not come; looks once in so many seconds, so that a request costs
+        no more than a look at the clock."""
+        if self._over:
+            return
+        since, now = self._awaited_since, self.loop.time()
+        if since is None or self.flow.read_paused:  # nothing is, or it is this side that does not read
+            since = now
+        if now - since < ARRIVAL_S:
+            self.loop.call_later(since + ARRIVAL_S - now, self._look_whether_it_arrives)
+        elif self._in_head or self._in_body:
+            self._end(TOO_SLOW, f"the request has not arrived within {ARRIVAL_S:g} s")
+        else:
+            self.transport.close()
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        self._in_head, self._awaited_since = True, self.loop.time()
+        super().on_message_begin()
 
     def data_received(self, data: bytes) -> None:
         """Takes what has arrived; nothing any more once the connection is to be closed."""
@@ -61,7 +91,8 @@ class QuickProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Refuses the request, or has it answered in short, or as any other."""
-        self._head_bytes, self._in_body = 0, True
+        self._head_bytes, self._awaited_since = 0, self.loop.time()
+        self._in_head, self._in_body = False, True
         if self._over:  # a request behind one after which the connection ends
             return
         in_turn = self.cycle is None or self.cycle.response_complete
@@ -82,7 +113,7 @@ class QuickProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """Takes a piece of the body; of a refused request it is let go."""
-        self._head_bytes = 0
+        self._head_bytes, self._awaited_since = 0, self.loop.time()
         if self._asking is not None:
             self._pieces.append(body)
         elif not self._refusing and not self._over:
@@ -90,7 +121,7 @@ class QuickProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Ends the request, after which the next may come."""
-        self._head_bytes, self._in_body = 0, False
+        self._head_bytes, self._in_body, self._awaited_since = 0, False, None
         if self._refusing:
             self._refusing = False
             if self._keeps_alive:

@@ -48,16 +48,38 @@ for batch in trainer.batches(torch.randn(16, 3), batch_size=4):
     if "WRITES":
         model[1].weight.data.mul_(0.9)
 """
+QUIET = WRITING.replace("WRITES", "")
 
 
 def test_what_a_script_writes_between_steps_to_parameters_that_replicas_share_is_told(start: Start) -> None:
-    quiet = [start(WRITING, None), start(WRITING.replace("WRITES", ""), "--replicas 2"), start(WRITING, "--replicas 1")]
+    quiet = [start(WRITING, None), start(QUIET, "--replicas 2"), start(WRITING, "--replicas 1")]
     told = start(WRITING, "--replicas 2").fine()
     for replica in range(2):
         said = "the script has written to parameter '1.weight' between two steps: replicas of a host share their"
         assert told.log(replica).count(said) == 1
     for run in quiet:
         assert "the script has written" not in run.fine().err
+
+
+def test_with_servers_it_is_told_where_they_share_their_memory(start: Start) -> None:
+    one_script = ["--servers 1 --replicas 1", "--servers 1 --replicas 2 --in-graph"]
+    quiet = [start(QUIET, "--servers 2 --replicas 2"), *(start(WRITING, flags) for flags in one_script)]
+    told = start(WRITING, "--servers 2 --replicas 2").fine()
+    said = (
+        "the script has written to parameter '1.weight' between two steps, and with servers it is theirs: what it does"
+    )
+    for replica in range(2):
+        assert told.log(replica).count(said) == 1
+    for run in quiet:
+        assert "the script has written" not in run.fine().err
+
+
+@pytest.mark.parametrize("flags", ["--async", "--exchange tcp", "--async --in-graph"])
+def test_with_servers_it_is_refused_where_it_would_be_lost(start: Start, flags: str) -> None:
+    writing, fine = (start(text, f"--servers 1 --replicas 2 {flags}") for text in (WRITING, QUIET))
+    assert writing.end().code == 1
+    assert "this replica has only a copy of it, and what was written is lost" in writing.end().err
+    fine.fine()
 
 
 # With servers the last of it is refused: one launch of a strategy tells of all.

@@ -17,6 +17,7 @@ import uvloop
 from starlette.responses import JSONResponse, Response
 from uvicorn.server import ServerState
 
+from paceline.serve import quick_protocol
 from paceline.serve.http_request import HttpRequest
 from paceline.serve.quick_protocol import MOST_HEAD, QuickProtocol
 
@@ -76,7 +77,7 @@ def answers(request: pytest.FixtureRequest) -> Callable[..., list[tuple[int, Any
     return partial(said, request.param)
 
 
-def said(quick: bool, *pieces: bytes, ends: bool = False) -> list[tuple[int, Any, bool]]:
+def said(quick: bool, *pieces: bytes, ends: bool = False, pause_s: float = 0) -> list[tuple[int, Any, bool]]:
     """What a connection says to these bytes: of each answer the status, the JSON, and whether it is the last; then that
     the connection is closed, unless one asks with LIVE and is answered. `ends`: the client sends nothing more."""
 
@@ -92,7 +93,7 @@ def said(quick: bool, *pieces: bytes, ends: bool = False) -> list[tuple[int, Any
         for piece in pieces:
             writer.write(piece)
             await writer.drain()
-            await asyncio.sleep(0)
+            await asyncio.sleep(pause_s)
         if not ends:
             writer.write(b"GET /last HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
         found = await asyncio.wait_for(reader.read(), LONG_S)
@@ -205,6 +206,26 @@ def test_a_head_without_end_is_refused_and_a_long_body_is_not_taken_for_one(answ
         post(f"Content-Length: {size}"), *[b"x" * 1000] * (size // 1000), b"x" * (size % 1000)
     )
     assert (status, len(told["body"]), last) == (200, size, LAST)
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET /p HTTP/1.1\r\nHost: h", post("Content-Length: 6", b"hel"), LIVE + b"GET"], ids=len
+)
+def test_a_request_that_does_not_arrive_ends_the_connection(
+    answers: Answers, sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quick_protocol, "ARRIVAL_S", 0.2)
+    before = [(200, {"path": "/live", "body": ""}, False)] if sent.startswith(LIVE) else []
+    late = [(408, {"error": "the request has not arrived within 0.2 s"}, True)] if sent else []
+    assert answers(sent, ends=True) == before + late
+
+
+def test_one_that_arrives_in_pieces_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quick_protocol, "ARRIVAL_S", 1.0)
+    found = said(False, post("Content-Length: 5"), *(bytes([letter]) for letter in b"hello"), pause_s=0.4)
+    assert found == [ECHOED, LAST]
 
 
 def test_what_is_asked_in_short_is_answered_in_order_whatever_comes_of_it() -> None:

@@ -52,6 +52,7 @@ class Pulls:
         self._wire = PARAMETER_WIRE[wire_name]
         self._timeout_s = timeout_s
         self.version = -1  # of the parameters that the model has
+        self._count = 0  # of pulls
         self.sync = True  # the rule under which they were pulled
         self._elsewhere = False  # a server was started again, and has other memory than the model points at
         self._live: bool | None = None  # whether the model points at servers' own memory, where that is shared
@@ -73,6 +74,19 @@ class Pulls:
         """A server has other memory now."""
         self._live, self._elsewhere = None, True
 
+    def mark(self) -> object:
+        """Returns what is the same again as long as nobody but the script can have written to the parameters; None if
+        a server is just writing them."""
+        writes = [bytes(view.arena.words) for view in self._views if self._live and view.arena is not None]
+        if any(count % 2 for words in writes for count in memoryview(words).cast("q")[1:]):
+            return None
+        return self._count, self._live, writes
+
+    def points_at_server(self, name: str) -> bool:
+        """Whether the model has this parameter in the memory of a server, and not a copy."""
+        server = server_of_all(self._shards, self._shards.parts[name])
+        return bool(self._live) and server is not None and self._views[server].arena is not None
+
     def uses_older(self, version: int) -> None:
         """Something that was computed with is older than the parameters."""
         self.version = min(self.version, version)
@@ -80,6 +94,7 @@ class Pulls:
     def pull(self, *, sync: bool, at_least: int) -> None:
         """Have the parameters as they are now. In a sync run nobody writes them while somebody computes."""
         versions = [0] * len(self._views)
+        self._count += 1
 
         def pull_from(number: int) -> None:
             view = self._views[number]
