@@ -13,7 +13,7 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 test: lint
-	$(BIN)/python -m pytest -m "not soak" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not soak" -n 2 --dist loadfile --no-loadscope-reorder
 
 soak: $(READY)
 	$(BIN)/python -m pytest -m soak --timeout 1800

@@ -33,6 +33,33 @@ atexit.register(shutil.rmtree, _kept, ignore_errors=True)
 # Hundreds of processes are started: none but the first compiles what it imports of ours (0.35 s of each otherwise).
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 MAIN = "import sys; from paceline.cli import main; sys.exit(main())"
+# With several workers, a file each, these come first: else one of them would have the last worker work on alone.
+LONGEST = (
+    "contract/test_contract.py",
+    "cli/test_verify.py",
+    "test_faults.py",
+    "split/test_wavefront.py",
+    "split/test_layouts.py",
+    "contract/test_resume_matrix.py",
+    "test_script_habits.py",
+    "test_findings.py",
+    "test_counted_runs.py",
+    "test_collectives.py",
+    "test_trainer.py",
+    "search/test_tune.py",
+    "split/test_stages.py",
+    "split/test_serve.py",
+    "central/test_server_faults.py",
+    "test_examples.py",
+    "split/test_bad_input.py",
+    "test_one_sided_calls.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, and the others as they come."""
+    turn = {str(TESTS / name): number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: turn.get(str(item.path), len(LONGEST)))
 
 
 def pytest_collection_finish() -> None:
