@@ -31,6 +31,7 @@ from paceline.compare.summary import WaySummary, summarize
 from paceline.compare.ways import Defaults, Way, read_ways
 from paceline.errors import LaunchError, PacelineError, StrategyError
 from paceline.launch.cores import allowed_cores
+from paceline.launch.emulate import Emulation
 from paceline.launch.signals import stop_is_interrupt
 from paceline.run_place import INTERRUPTED
 from paceline.slow_replicas import parse_slow
@@ -121,6 +122,8 @@ def _contenders(options: argparse.Namespace, target: Target) -> list[Contender]:
     ways = read_ways(options.strategies, Defaults(replicas, options.servers, options.devices))
     if options.slow is not None:
         parse_slow(options.slow, max(way.replicas for way in ways))
+    if options.emulate is not None:
+        Emulation.parse(options.emulate)  # all its hosts are there from the start
     contenders = []
     for way in ways:
         flags, notes = list(way.flags), []

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +18,9 @@ from paceline.cli import complain
 from paceline.cli.checks import check_script
 from paceline.combining import HOWS, KINDS
 from paceline.ensemble.script_members import JudgeRequest, MemberFile
-from paceline.errors import CheckpointError, InvalidInput, LaunchError
-from paceline.launch.job import run_alone
+from paceline.errors import CheckpointError, InvalidInput
 from paceline.launch.reached_script import ReachedScript
-from paceline.run_place import Place
+from paceline.launch.script_task import ask
 from paceline.search.top import is_beside_a_checkpoint
 
 EXAMPLES = """\
@@ -80,7 +77,8 @@ def execute(options: argparse.Namespace) -> int:
         outputs=options.outputs,
         class_dim=options.class_dim,
     )
-    found = _run(request)
+    script = ReachedScript(script=request.script, module=request.module, metric=request.metric)
+    found: dict[str, Any] = json.loads(ask("paceline.ensemble.script_members", request, script))
     for row in found["members"]:
         row["metrics"] = told[row["name"]]
     print(json.dumps(found) if options.json else "\n".join(in_words(found)))
@@ -127,24 +125,6 @@ def _check_header(path: Path) -> None:
             json.loads(file.read(length))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is no checkpoint ({error}): give files that trainer.save wrote") from error
-
-
-def _run(request: JudgeRequest) -> dict[str, Any]:
-    """Judges in a process of its own, which runs the script."""
-    with tempfile.TemporaryDirectory(prefix="paceline-ensemble-") as scratch:
-        asked, result = Path(scratch) / "request.json", Path(scratch) / "result.json"
-        asked.write_bytes(msgspec.json.encode(request))
-        wanted = ReachedScript(script=request.script, module=request.module, metric=request.metric).wanted
-        place = Place(row=0, rows=1, started_by="reference", reaching=wanted)
-        outcome = run_alone(["-m", "paceline.ensemble.script_members", str(asked), str(result)], place)
-        found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
-    if "refused" in found:
-        words = outcome.stderr.strip().splitlines() if found["script_ended"] else ()
-        raise LaunchError(f"{found['refused']}{f': {words[-1]}' if words else ''}")
-    sys.stderr.write(outcome.stderr)
-    if not found:
-        raise LaunchError(f"{request.script} ended with exit code {outcome.returncode} before it was judged")
-    return found
 
 
 def in_words(found: dict[str, Any]) -> list[str]:

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import math
 import os
-import sys
-import tempfile
 from pathlib import Path
 
 import msgspec
@@ -20,12 +17,11 @@ from paceline.checkpoint_note import note_beside, read_note
 from paceline.cli import whole
 from paceline.cli.checks import check_script
 from paceline.errors import InvalidInput, LaunchError
-from paceline.launch.job import run_alone
 from paceline.launch.reached_script import ReachedScript
+from paceline.launch.script_task import ask
 from paceline.plan.plot import check_plot
 from paceline.quantize.table import in_words
 from paceline.quantize.values import ACTIVATIONS, QuantizeReport, QuantizeRequest
-from paceline.run_place import Place
 from paceline.search.top import is_beside_a_checkpoint
 
 SUFFIX = ".safetensors"
@@ -98,47 +94,30 @@ def execute(options: argparse.Namespace) -> int:
     if note.arguments and options.arguments:
         expected = f"{note_beside(checkpoint)} has others, give one of both"
         raise InvalidInput("arguments after --", " ".join(options.arguments), expected)
-    report = _run(
-        QuantizeRequest(
-            checkpoint=str(checkpoint),
-            out=str(out),
-            script=options.script,
-            module=options.module,
-            made=msgspec.structs.replace(note, arguments=note.arguments or options.arguments or []),
-            data=options.data,
-            metric=options.metric,
-            maximize=not options.minimize,
-            max_drop=_points(options.max_drop),
-            activations=options.activations,
-            samples=options.samples,
-            keep=options.float,
-            onnx=None if options.export is None else str(out.with_suffix(".onnx")),
-        )
+    request = QuantizeRequest(
+        checkpoint=str(checkpoint),
+        out=str(out),
+        script=options.script,
+        module=options.module,
+        made=msgspec.structs.replace(note, arguments=note.arguments or options.arguments or []),
+        data=options.data,
+        metric=options.metric,
+        maximize=not options.minimize,
+        max_drop=_points(options.max_drop),
+        activations=options.activations,
+        samples=options.samples,
+        keep=options.float,
+        onnx=None if options.export is None else str(out.with_suffix(".onnx")),
     )
+    script = ReachedScript(script=request.script, module=request.module, metric=request.metric)
+    answer = ask("paceline.quantize.script_quantizer", request, script)
+    report = msgspec.json.decode(answer, type=QuantizeReport)
     if picture is not None:
         from paceline.quantize.plot import draw
 
         draw(report, picture)
     print(msgspec.json.encode(report).decode() if options.json else "\n".join(in_words(report)))
     return 0
-
-
-def _run(request: QuantizeRequest) -> QuantizeReport:
-    """Quantizes in a process of its own, which runs the script."""
-    with tempfile.TemporaryDirectory(prefix="paceline-quantize-") as scratch:
-        asked, result = Path(scratch) / "request.json", Path(scratch) / "result.json"
-        asked.write_bytes(msgspec.json.encode(request))
-        wanted = ReachedScript(script=request.script, module=request.module, metric=request.metric).wanted
-        place = Place(row=0, rows=1, started_by="reference", reaching=wanted)
-        outcome = run_alone(["-m", "paceline.quantize.script_quantizer", str(asked), str(result)], place)
-        found = result.read_bytes() if result.exists() else b"{}"
-    refused = json.loads(found).get("refused")
-    if refused is not None:
-        raise LaunchError(refused)
-    sys.stderr.write(outcome.stderr)
-    if found == b"{}":
-        raise LaunchError(f"{request.script} ended with exit code {outcome.returncode} before its model was quantized")
-    return msgspec.json.decode(found, type=QuantizeReport)
 
 
 def _existing(field: str, path: str, endings: tuple[str, ...]) -> Path:

@@ -9,10 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
-import sys
-import traceback
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,10 +16,9 @@ import msgspec
 
 from paceline.checkpoint_note import CheckpointNote, note_beside
 from paceline.combining import Kind
-from paceline.errors import CheckpointError, DataError, ModelError, PacelineError
-from paceline.launch.quick_start import load_compiler_late
-from paceline.launch.reached_script import ReachedScript, ScriptEnded
-from paceline.launch.resting_collector import rest_while_loading
+from paceline.errors import CheckpointError, DataError, ModelError
+from paceline.launch.reached_script import ReachedScript
+from paceline.launch.script_task import answer
 from paceline.run_place import find_place
 
 if TYPE_CHECKING:
@@ -54,30 +49,6 @@ class JudgeRequest(msgspec.Struct, frozen=True, kw_only=True):
     combine: str = "mean"
     outputs: Kind | None = None
     class_dim: int | None = None
-
-
-class JudgingRefused(msgspec.Struct, frozen=True):
-    """A sentence about what is wrong, in the place of a result."""
-
-    refused: str
-    script_ended: bool = False
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Judges, and writes the result, or a sentence about what is wrong."""
-    request_path, result_path = arguments
-    request = msgspec.json.decode(Path(request_path).read_bytes(), type=JudgeRequest)
-    load_compiler_late()
-    rest_while_loading()
-    try:
-        found: msgspec.Struct = _judged(request)
-    except PacelineError as error:
-        found = JudgingRefused(str(error), isinstance(error, ScriptEnded))
-    except Exception:
-        traceback.print_exc()
-        return 1
-    Path(result_path).write_bytes(msgspec.json.encode(found))
-    return 0
 
 
 def _judged(request: JudgeRequest) -> msgspec.Struct:
@@ -133,7 +104,4 @@ def _judged(request: JudgeRequest) -> msgspec.Struct:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # scripts that were cut off in the middle may have left threads behind
+    answer(JudgeRequest, _judged)

@@ -88,9 +88,3 @@ class QuantizeReport(msgspec.Struct, frozen=True, kw_only=True):
     def faster(self) -> dict[int, float]:
         """How many times as long an answer took, by number of samples."""
         return {rows: before / self.after.ms[rows] for rows, before in self.before.ms.items()}
-
-
-class QuantizeRefused(msgspec.Struct, frozen=True):
-    """A sentence about what is wrong, in the place of a report."""
-
-    refused: str

@@ -68,6 +68,9 @@ SENTENCES = {
         "save-on-stop is 'no/last.safetensors': its folder does not exist, make it first"
     ),
     "run train.py --run-folder train.py": ("run-folder is 'train.py': it cannot be made (File exists), give another"),
+    "compare train.py --until loss<1 --strategies one,mirrored --emulate hosts=2:3,link=1gbit": (
+        "emulate's hosts is '2:3': give a whole number from 2 to 64"
+    ),
     "run train.py --nnodes 2": "nnodes is 2: give every host its number, --node-rank 0 to 1",
     "run train.py --nnodes 2 --node-rank 1": "nnodes is 2: say where host 0 is, --rdzv-endpoint 10.0.0.1:29500",
     "run train.py --nnodes 2 --node-rank 2 --rdzv-endpoint a:1": (
