@@ -129,7 +129,8 @@ def pipelining(rank: int, ranks: int) -> None:
     loss = nn.functional.mse_loss
     loss(plain(x), y).backward()
     stage = PipelineStage(mine, rank, ranks, torch.device("cpu"))
-    if len({op.tensor.dtype for op in stage._get_init_p2p_neighbors_ops()}) > 1:
+    first_words = getattr(stage, "_get_init_p2p_neighbors_ops", list)  # torch 2.15 has none
+    if len({op.tensor.dtype for op in first_words()}) > 1:
         # torch 2.9 greets its neighbours with 8 bytes where it awaits 4, and Gloo aborts there.
         stage._get_init_p2p_neighbors_ops = list
     schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=loss)

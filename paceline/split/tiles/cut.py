@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -162,14 +162,14 @@ class _OwnFunctionsRefused:
     nothing."""
 
     lock, threads_inside, here = threading.Lock(), 0, threading.local()
-    plain_apply: Any
+    plain: ClassVar[list[Any]] = []  # torch's own `apply`: in a list, as an attribute it would be bound to this class
 
     def __enter__(self) -> None:
         kind = _OwnFunctionsRefused
         with kind.lock:
             kind.threads_inside += 1
             if kind.threads_inside == 1:
-                kind.plain_apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+                kind.plain[:] = [torch.autograd.Function.__dict__["apply"]]  # Python's classmethod, or one of C
                 torch.autograd.Function.apply = classmethod(kind.checked)  # type: ignore[method-assign, assignment]
         kind.here.inside = True
 
@@ -179,14 +179,15 @@ class _OwnFunctionsRefused:
         with kind.lock:
             kind.threads_inside -= 1
             if kind.threads_inside == 0:
-                torch.autograd.Function.apply = classmethod(kind.plain_apply)  # type: ignore[method-assign, assignment]
+                torch.autograd.Function.apply = kind.plain[0]  # type: ignore[method-assign]
 
     @staticmethod
     def checked(kind: type, *args: Any, **kwargs: Any) -> Any:
+        plain = _OwnFunctionsRefused.plain[0]
         inside = getattr(_OwnFunctionsRefused.here, "inside", False)
         if inside and not kind.__module__.startswith(("paceline.", "torch.")):
             raise ModelError("model", kind.__name__, "an autograd.Function is not cut into tiles; use --replicas")
-        return _OwnFunctionsRefused.plain_apply(kind, *args, **kwargs)
+        return plain.__get__(None, kind)(*args, **kwargs)
 
 
 @contextmanager
