@@ -18,7 +18,8 @@ from paceline.errors import ReplicaDied
 def computed_in_a_fork() -> int:
     """Returns the exit code of a forked process that computes."""
     if not (process := forked.fork_to_compute()):
-        os._exit(int(torch.ones(64, 64).mm(torch.ones(64, 64)).sum()) != 64**3)
+        ones = torch.ones(64, 64, device="cpu")
+        os._exit(int(ones.mm(ones).sum()) != 64**3)
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
@@ -72,6 +73,24 @@ def test_after_some_it_is_given_up_with_a_sentence(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(forked, "compute", lambda _: os._exit(1))
     with pytest.raises(ReplicaDied, match="10 processes were forked in vain"):
         forked.fork_to_compute()
+
+
+def test_what_cannot_be_shown_is_not_shown_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the new process fails in what it shows: nothing of the caller goes on in it."""
+
+    def fails(_: object) -> None:
+        raise KeyboardInterrupt
+
+    here = os.getpid()
+    monkeypatch.setattr(forked, "compute", fails)
+    with pytest.raises(ReplicaDied, match="in vain"):
+        forked.fork_to_compute()
+    assert os.getpid() == here
+
+
+def test_the_default_device_is_of_no_interest() -> None:
+    with torch.device("meta"):
+        assert computed_in_a_fork() == 0
 
 
 def test_a_time_limit_of_the_callers_own_stays() -> None:

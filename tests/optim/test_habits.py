@@ -82,6 +82,12 @@ def test_with_servers_it_is_refused_where_it_would_be_lost(start: Start, flags: 
     fine.fine()
 
 
+def test_a_parameter_that_is_no_number_is_not_taken_for_a_written_one(start: Start) -> None:
+    unused = 'model.register_parameter("unused", nn.Parameter(torch.full((3,), torch.nan)))\ntrainer ='
+    run = start(QUIET.replace("trainer =", unused), "--servers 1 --replicas 2 --async").fine()
+    assert "the script has written" not in run.err + run.log(0) + run.log(1)
+
+
 # With servers the last of it is refused: one launch of a strategy tells of all.
 TRAINING = """
 import json
