@@ -52,7 +52,11 @@ class Served:
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line, self.said
+        if not line:  # it has not started
+            self.process.wait(LONG_S)
+            self.process.stdout.close()
+            self.errors.close()
+            raise AssertionError(self.said)
         self.told = json.loads(line)
         self.client = httpx.Client(base_url=self.told["address"], timeout=LONG_S, verify=False)
 
