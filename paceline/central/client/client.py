@@ -23,11 +23,11 @@ from paceline.central.chief.tickets import Close
 from paceline.central.client.initial_values import InitialValues, receive
 from paceline.central.client.pulling import Pulls
 from paceline.central.client.pushing import Pushes
-from paceline.central.client.script_writes import ScriptWrites
 from paceline.central.client.server_view import ServerAddresses, ServerView
 from paceline.central.client.table_rows import TableRows
 from paceline.central.client.tasks import do_task
 from paceline.central.client.whole_tensors import State, WholeTensors
+from paceline.central.client.written_parameters import WrittenParameters
 from paceline.central.messages import replies, requests
 from paceline.central.messages.connection import Connection
 from paceline.central.messages.settings import Settings
@@ -121,7 +121,7 @@ class Client:
             wire_name=wire_name,
             timeout_s=settings.timeout_s,
         )
-        self.script_writes = ScriptWrites(parameters, self._pulls, settings.replicas)
+        self.written = WrittenParameters(parameters, self._pulls, settings.replicas)
         self.rows = TableRows(self.tables, self._views, self._pulls, self.container)
         others = [tensor for _, tensor in (*self._buffers, *frozen)]
         connections = [view.connection for view in self._views]
@@ -267,7 +267,7 @@ class Client:
 
     def pull(self, *, sync: bool) -> None:
         """Have the parameters as they are now. In a sync run nobody writes them while somebody computes."""
-        self.script_writes.take()
+        self.written.take()
         self._pulls.pull(sync=sync, at_least=self.version)
 
     def expect(self, batches: Sequence[Any]) -> None:

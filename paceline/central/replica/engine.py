@@ -229,7 +229,7 @@ class CentralizedEngine:
     def refresh(self) -> None:
         """Has the model hold the parameters as they are now."""
         self.client.pull(sync=self._sync)
-        self.client.script_writes.leave()
+        self.client.written.leave()
 
     def another_client(self, model: nn.Module, optimizer: Optimizer, replica: int) -> Client:
         """Opens one more replica in this process."""
@@ -238,12 +238,12 @@ class CentralizedEngine:
     def step(self, batches: Sequence[Batch]) -> Closed:
         """Computes a ticket and hands it in; again and with more samples, if one of the others dies meanwhile."""
         (batch,) = batches
-        self.client.script_writes.take()
+        self.client.written.take()
         self.begin(batch.work.assignment)
         self.client.expect(batch.micro_batches)
         worked = work_on(self.client, batch, partial(self._compute, batch), self.enter)
         self.settled(worked)
-        self.client.script_writes.leave()
+        self.client.written.leave()
         return worked.closed
 
     def _compute(self, batch: Batch, ticket: Ticket) -> Computed:

@@ -91,7 +91,7 @@ class InGraphEngine(CentralizedEngine):
         self._replicas: list[_ReplicaThread] = []
         copies = [copied(model, optimizer, "--in-graph") for _ in range(1, self.at_once)]
         super().__init__(model, optimizer, place, strategy, clip_norm)
-        self.client.script_writes.scripts = 1
+        self.client.written.scripts = 1
         self._replicas.append(_ReplicaThread(self.client))
         for number, (own_model, own_optimizer) in enumerate(copies, 1):
             client = self.another_client(own_model, own_optimizer, number)
@@ -173,7 +173,7 @@ class InGraphEngine(CentralizedEngine):
 
     def step(self, batches: Sequence[Batch]) -> Closed:
         first: Ticket = batches[0].work.assignment
-        self.client.script_writes.take()
+        self.client.written.take()
         self.begin(first)
         for replica, batch in zip(self._handed, batches, strict=True):
             replica.client.expect(batch.micro_batches)
@@ -191,7 +191,7 @@ class InGraphEngine(CentralizedEngine):
             self.refresh()  # it had no part in this step
         self.settled(worked)
         if not self._replicas[0].is_busy:  # else its thread may pull while the script goes on
-            self.client.script_writes.leave()
+            self.client.written.leave()
         return worked.closed
 
     def _is_over(self, ticket: Ticket) -> bool:

@@ -26,7 +26,7 @@ _SHARED = (
 )
 
 
-class ScriptWrites:
+class WrittenParameters:
     """Looks at the parameters of one replica when the script gets them, and when it gives them back."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], pulls: Pulls, replicas: int) -> None:
