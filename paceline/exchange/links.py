@@ -7,8 +7,10 @@ in `coded_sums.py`. The backend is chosen by the device: Gloo for CPU memory, NC
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import socket
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -83,10 +85,8 @@ class Links:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        self._open.under_way.add(call := object())
         try:
             yield
-            self._open.under_way.discard(call)
         except (RuntimeError, dist.DistError) as error:
             raise LinkLost(
                 f"host {self.host} lost its link to another host ({_first_line(error)}): see that host's output"
@@ -99,13 +99,13 @@ class Links:
             with suppress(RuntimeError):
                 nothing, other = torch.empty(1, device=self._device), (self.host + 1) % self.hosts
                 group.recv([nothing], other, _NEVER_SENT).wait(timedelta(milliseconds=1))
-        self._open.abandon()
 
     def sum(self, values: torch.Tensor, group: Any = None) -> torch.Tensor:
         """The sum over all hosts of a few numbers, uncoded. All owners of this link call it."""
         total = values.to(self._device, copy=True).contiguous()
         with self._explained():
             work = (group or self._small).allreduce([total])
+            self._open.begun(work)
             while not self._is_done(work):
                 self.look()
         return total.to(values.device)
@@ -141,7 +141,7 @@ class Links:
 
     def exchange(self, one_round: Round, tag: int) -> None:
         """Sends and receives all messages of a round. Threads may be at different ones, each with a tag of its own."""
-        with self._explained():
+        with self._explained(), self._open.exchanging():
             if self._device.type == "cuda":
                 self._bulk.alltoall(one_round.received, one_round.sent).wait()
                 return
@@ -162,20 +162,35 @@ class _OpenGroups:
     A group's threads let go of tensors when a sum is complete, a moment after whoever waited for it has gone on. If
     Python is about to end just then, that moment aborts the process: to close a group is to wait for its threads. Where
     a sum has not come to its end, because another host is gone, they would wait for it as well, and nobody waits for
-    them.
+    them: such a group is never closed.
     """
 
     def __init__(self) -> None:
         self.groups: list[Any] = []
-        self.under_way: set[object] = set()
+        self._lock = threading.Lock()
+        self._sums: list[Any] = []  # those that were not complete when the last began
+        self._exchanges = 0  # under way
+
+    def begun(self, sum_under_way: Any) -> None:
+        with self._lock:
+            self._sums = [*(work for work in self._sums if not work.is_completed()), sum_under_way]
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        with self._lock:
+            self._exchanges += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._exchanges -= 1
 
     def close(self) -> None:
-        if not self.under_way:
+        if self._exchanges or not all(work.is_completed() for work in self._sums):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.groups))
+        else:
+            self._sums.clear()  # each has a hold of its group
             self.groups.clear()
-
-    def abandon(self) -> None:
-        """Their connections are closed, and so nothing is under way any more."""
-        self.under_way.clear()
 
 
 def _bytes(message: torch.Tensor) -> torch.Tensor:

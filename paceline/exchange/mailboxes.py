@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -54,6 +55,7 @@ class Peers:
         self._out = {other: _Outbox(arena, self._box(rank, other)) for other in others}
         self._in = {other: _Inbox(arena, self._box(other, rank)) for other in others}
         self._told = 0  # words of what the first device has told all
+        self.alike = True  # replicas decide together; else each for itself
         # Does something else while there is nothing to receive, and returns whether there was something to do.
         self.meanwhile: Callable[[], bool] = lambda: False
 
@@ -141,12 +143,23 @@ class Peers:
 
     @property
     def first(self) -> bool:
-        """Returns whether this is the first device of the first replica, of all on this host."""
-        return self._process == 0
+        """Returns whether this is the first of those who decide: of all devices on this host, or of its replica's."""
+        return self._process == 0 if self.alike else self.rank == 0
+
+    @contextmanager
+    def each_replica_by_itself(self) -> Iterator[None]:
+        """Has what is decided inside be of this replica alone: others need not come."""
+        before, self.alike = self.alike, False
+        try:
+            yield
+        finally:
+            self.alike = before
 
     def tell_all(self, numbers: Sequence[int] | None = None) -> list[int]:
-        """Returns, on every device of every replica, the numbers that the first device of all gives: what they must
-        decide alike."""
+        """Returns, on every device of those that decide together, the numbers that the first of them gives."""
+        if not self.alike:
+            told = torch.tensor(numbers, dtype=torch.int64) if self.first else None
+            return self.everyone.broadcast(told).tolist()
         # Nobody sends to itself, so the first device's mailbox to itself is free. Nothing there is written twice.
         words = self._arena.view(0, torch.int64, [BOX_BYTES // 8])[self._told :]
         if self.first:

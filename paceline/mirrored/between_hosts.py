@@ -20,9 +20,11 @@ Of a cut model nothing is sent before backward is over: only then do its devices
 
 from __future__ import annotations
 
+import atexit
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 
 import torch
@@ -38,6 +40,7 @@ from paceline.loop.lockstep import BatchShare
 from paceline.memory.layout import Chunk, FlatLayout, Slot
 from paceline.memory.model_arena import ForHosts, ModelArena
 from paceline.mirrored.link_maker import LinkMaker
+from paceline.mirrored.link_threads import LinkThreads
 from paceline.mirrored.newcomers import bring_state
 from paceline.mirrored.one_host import OneHost, StepTotals, weights_by_rank
 from paceline.mirrored.owner import Owner, sum_into
@@ -48,6 +51,7 @@ BUCKET_BYTES = 2 << 20  # of each owner: what is left to do when the last one ha
 _AT_ONCE = 4  # buckets under way
 _BUCKET_BITS = 16
 _LOOK_EVERY_S = 0.0003
+_LONGEST_END_S = 1.0  # of what is under way when its connections are closed
 _LOOK_AT_HOSTS_EVERY_S = LOOK_EVERY.total_seconds()
 
 
@@ -72,7 +76,7 @@ class BetweenHosts(OneHost):
         self._links: Links | None = None  # None: no other host has its like
         self._view = -1  # that they are of
         self._members = Members(0, 0, (), together.replica)
-        self._threads = ThreadPoolExecutor(1 + _AT_ONCE, thread_name_prefix="paceline-hosts")
+        self._threads = LinkThreads(1 + _AT_ONCE)
         self._sending: Future[None] | None = None  # buckets, as they are complete
         self._sent: list[Future[None]] = []  # by bucket: done when it is back
         self._bucket_of: dict[int, int] = {}  # by chunk of this owner
@@ -80,6 +84,8 @@ class BetweenHosts(OneHost):
         self._waiting_for: list[set[int]] = []  # by bucket: slots whose gradients have not landed yet
         self._landed = 0
         self._counts = True  # whether the loss may be (sum, count): nobody knows before the first step
+        self._closed = False
+        atexit.register(_close, weakref.ref(self))  # threads inside Gloo would abort a Python that ends
 
     def keeps(self, layout: FlatLayout) -> ForHosts:
         owed, bases = self._memory.floats(layout)
@@ -149,7 +155,10 @@ class BetweenHosts(OneHost):
         """Ends whatever is under way in an earlier view."""
         if self._links is not None:
             self._links.abort()
-        self._let_end()
+            if self._sending is not None:
+                self._threads.let_end([self._sending], _LONGEST_END_S)
+            self._threads.let_end(self._sent, _LONGEST_END_S)
+            self._sending, self._sent = None, []
         self._links = None
 
     def _let_end(self) -> None:
@@ -238,7 +247,7 @@ class BetweenHosts(OneHost):
         if members.replica in owners:
             own = self._owner.buckets(members.replica)
             self._bucket_of = {chunk: index for index, bucket in enumerate(own) for chunk in bucket}
-            self._sending = self._threads.submit(self._send, members, own)
+            self._sending = self._threads.submit(self._send, members, own, self._sent)
 
     def _landed_slot(self, slot: int) -> None:
         """The gradient of `slot` is complete in this replica's buffer."""
@@ -279,18 +288,21 @@ class BetweenHosts(OneHost):
         self._memory.commit()
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False)
+        self._closed = True
+        if not all(future.done() for future in (self._sending, *self._sent) if future is not None):
+            self._give_up()
+        self._threads.close()
 
     def _report(self) -> None:
         self._together.board.set(self._together.replica, Word.LANDED, self._tag << _BUCKET_BITS | self._landed)
 
-    def _send(self, members: Members, buckets: Sequence[Sequence[int]]) -> None:
+    def _send(self, members: Members, buckets: Sequence[Sequence[int]], sent: list[Future[None]]) -> None:
         weights: dict[int, float] | None = None
         for index, bucket in enumerate(buckets):
             self._await_bucket(members, index)
             if index == 0 and self._counts:
                 weights = self._weights(members)
-            self._sent.append(self._threads.submit(self._send_bucket, members, bucket, weights))
+            sent.append(self._threads.submit(self._send_bucket, members, bucket, weights))
 
     def _send_bucket(self, members: Members, bucket: Sequence[int], weights: Mapping[int, float] | None) -> None:
         for first, last in self._runs(bucket):
@@ -317,6 +329,8 @@ class BetweenHosts(OneHost):
         board = self._together.board
         while any(board.get(rank, Word.LANDED) < wanted for rank in members.ranks):
             board.check_view(members)
+            if self._closed:
+                raise LinkLost("nothing is sent any more: this process ends")
             if time.monotonic() > give_up:
                 raise Stalled(f"gradients did not land in {self._together.timeout_s:g} s: {board.who_waits()}")
             time.sleep(_LOOK_EVERY_S)
@@ -350,3 +364,8 @@ class BetweenHosts(OneHost):
             return members.ranks
         marks = {rank: self._arena.touched[rank].tolist() for rank in members.ranks}
         return self._owner.filled(chunk, marks)
+
+
+def _close(hosts: weakref.ref[BetweenHosts]) -> None:
+    if (found := hosts()) is not None:
+        found.close()

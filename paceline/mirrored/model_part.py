@@ -24,6 +24,7 @@ from paceline.mirrored.statistics import BatchStatistics
 from paceline.mirrored.step_parts import DecidedStep, StepPart
 from paceline.optim.gradients import Destination, GradientCollector, IntoBuffer
 from paceline.optim.models import own_state
+from paceline.split.called_cut import EarlyCalls
 from paceline.split.cut import Check, Cut, Function, Loss, train
 from paceline.split.parts import Parts
 
@@ -139,6 +140,7 @@ class CutModel(WholeModel):
         self._cut = cut
         self.devices, self.speaks = cut.peers.count, cut.speaks
         self._parts = Parts(cut, shared, together.replica, model)
+        self._early = EarlyCalls(cut, model)
         self._prepared = False
         super().__init__(model, shared, together, hosts)
 
@@ -148,6 +150,7 @@ class CutModel(WholeModel):
     def prepare(self, function: Function, given: Any, statistics: BatchStatistics) -> None:
         if self._prepared:
             return
+        self._early.end()
         self._cut.prepare(function, self._model, given)
         self._prepared = True
         statistics.over_devices(self._cut.over_devices)
@@ -161,12 +164,11 @@ class CutModel(WholeModel):
         return self._cut.train(loss, self._model, batch, weight, check)
 
     def compute(self, function: Function, given: Any) -> Any:
-        return self._cut.call(function, self._model, given) if self._prepared else function(self._model, given)
+        return self._cut.call(function, self._model, given) if self._prepared else self._early.call(function, given)
 
     def meet_devices(self) -> None:
-        if self._prepared:  # else each computes with the whole model
-            first = self._row - self._cut.peers.rank
-            self._together.ask(range(first, first + self.devices))
+        first = self._row - self._cut.peers.rank
+        self._together.ask(range(first, first + self.devices))
 
     def mark(self, used: list[bool]) -> None:
         self._parts.mark(used, self._shared.arena.touched[self._row])

@@ -98,6 +98,40 @@ def test_the_others_go_on_to_the_same_result(number: int, start: Start, alone: R
     run.assert_nothing_left()
 
 
+LARGE = """
+import json, torch, paceline as pl
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(1000, 2000), torch.nn.ReLU(), torch.nn.Linear(2000, 1000))
+data = torch.randn(64, 1000)
+trainer = pl.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), lambda model, x: model(x).square().mean())
+for batch in trainer.batches(data, 8, epochs=3):
+    trainer.step(batch)
+print(json.dumps({"ledger": str(trainer.ledger.check())}))
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(200)
+@pytest.mark.skipif(os.geteuid() != 0, reason="making network namespaces needs root")
+@pytest.mark.parametrize("moment", range(4))
+def test_a_host_that_is_killed_in_the_middle_of_a_message_is_not_waited_for(moment: int, start: Start) -> None:
+    """Steps take more than a second, and nearly all of it messages of 16 MB are under way."""
+    run = start(LARGE, "--replicas 2 --emulate hosts=2,link=100mbit --lost-after 4s --timeout 150")
+    events = run.path / "events.jsonl"
+    while not events.exists() or '"event":"step"' not in events.read_text():
+        assert run.process.poll() is None, run.end().err
+        time.sleep(0.05)
+    time.sleep(0.3 * moment)
+    killed = time.monotonic()
+    for process in on_hosts(run, "", "1"):
+        process.kill()
+    run.fine(60)
+    assert time.monotonic() - killed < 30
+    assert "host 1 is gone" in run.err
+    assert run.told("ledger") == "epochs 0 to 2: 64 samples, each once"
+    run.assert_nothing_left()
+
+
 # ── with servers ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
