@@ -26,8 +26,8 @@ from paceline.exchange.mailboxes import Peers
 from paceline.exchange.packing import CannotTravel, pack, receive, send
 from paceline.exchange.words import Phase
 from paceline.memory.arena import Arena
-from paceline.optim.models import own_state
 from paceline.serve.request_status import RequestStatus, StatusWord
+from paceline.split.called_cut import CalledCut
 from paceline.split.cut import Example, call_model, open_cut
 from paceline.split.values import Split
 
@@ -113,8 +113,7 @@ class Device:
     def __init__(
         self, model: nn.Module, split: Split, dims: Mapping[str, str], peers: ServingPeers, status: RequestStatus
     ) -> None:
-        self._model = model
-        self._cut = open_cut(split, peers, dims)
+        self._cut = CalledCut(open_cut(split, peers, dims), model)
         self._status = status
         self._at = StatusWord.PREPARED + peers.rank
 
@@ -123,14 +122,11 @@ class Device:
         with torch.no_grad():
             if not self._status[self._at]:
                 self._prepare(call)
-            return self._cut.call(call_model, self._model, call)
+            return self._cut.call(call_model, call)
 
     def _prepare(self, call: Example) -> None:
         self._status[self._at] = -1
-        self._cut.prepare(call_model, self._model, call)
-        inner = own_state(self._model)
-        named = [*inner.named_parameters(), *inner.named_buffers()]
-        self._cut.take({name: self._cut.part_of(name).of(tensor.detach()) for name, tensor in named})
+        self._cut.prepare(call_model, call)
         self._status[self._at] = 1
 
 

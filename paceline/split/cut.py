@@ -12,6 +12,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,6 +56,9 @@ SAME = TensorPart(adds=False)  # as on another device, which adds it
 class Cut:
     """One device's side of a cut model. Each way of cutting is a subclass."""
 
+    quickens_calls = True  # whether one batch is computed sooner by all devices together, without training
+    another: Callable[[], Cut]  # returns one of the same kind, of which nothing is decided yet
+
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
         self.is_at_work = False
@@ -78,6 +82,9 @@ class Cut:
 
     def take(self, tensors: dict[str, torch.Tensor]) -> None:
         """Takes this device's parts of parameters and buffers, by name, after `prepare`."""
+
+    def release(self) -> None:
+        """Takes back what `prepare` has done to the model."""
 
     def over_devices(self, module: nn.Module) -> bool:
         """Returns whether this BatchNorm sees a part of each sample, so that its statistics are sums over the
@@ -166,4 +173,5 @@ def open_cut(split: Split, peers: Peers, dims: Mapping[str, str]) -> Cut:
     room, name = _CUTS[type(split)]
     cut: Cut = getattr(importlib.import_module(room), name)(split, peers)
     cut.name_dims(dims)
+    cut.another = partial(open_cut, split, peers, dims)
     return cut

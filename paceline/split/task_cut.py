@@ -51,7 +51,6 @@ class TaskCut(GraphCut):
     def __init__(self, peers: Peers) -> None:
         super().__init__(peers)
         self.later = Postponed()
-        peers.meanwhile = self.later.do_one
 
     @property
     def speaks(self) -> bool:
@@ -94,6 +93,7 @@ class TaskCut(GraphCut):
         """Begins a pass."""
         self.passes += 1
         self.later.forget()
+        self.peers.meanwhile = self.later.do_one
 
     def forward(self, loss: Loss, batch: Any, weight: Weight, check: Check) -> tuple[InFlight, LossPart]:
         """Runs forward. Returns what runs backward, and what this is of the step's loss, on the last device."""

@@ -29,6 +29,8 @@ from paceline.split.tasks import DeviceTasks
 class StagesCut(TaskCut):
     """One stage of a pipeline, on the device that has it."""
 
+    quickens_calls = False  # one batch goes through one stage after the other
+
     def __init__(self, split: values.Stages, peers: Peers) -> None:
         super().__init__(peers)
         self._split = split

@@ -44,6 +44,7 @@ class TilesCut(Cut):
         super().__init__(peers)
         self._split = split
         self._tiled = TiledForward(Grid(split, peers))
+        self._replaced: tuple[nn.Module, Callable[..., Any]] | None = None  # a model's forward
         self._norms: dict[nn.Module, TiledBatchNorm] = {}
         self._head: set[str] = set()
         self._buffers: set[str] = set()
@@ -55,20 +56,26 @@ class TilesCut(Cut):
         whole, model = model, own_state(model)
         norms = [module for module in model.modules() if isinstance(module, AnyBatchNorm)]
         self._norms = {module: TiledBatchNorm(self._tiled, module) for module in norms}
-        forward = model.forward
-        model.forward = functools.partial(self._forward, forward)
+        self._replaced = model, model.forward
+        model.forward = functools.partial(self._forward, model.forward)
         if whole is not model:  # compiled: the compiler would follow the tiles into the mailboxes
             model.forward = torch.compiler.disable(model.forward)  # type: ignore[no-untyped-call]
         try:
             self._look(model, example)
         except BaseException:
-            model.forward = forward
-            for norm in self._norms.values():
-                norm.undo()
+            self.release()
             raise
         self._tiled.head = self._tiled.dry_run.only_after_tiles()
         self._head = {name for name, parameter in model.named_parameters() if parameter in self._tiled.head}
         self._buffers = {name for name, _ in model.named_buffers()}
+
+    def release(self) -> None:
+        if self._replaced is not None:
+            model, forward = self._replaced
+            model.forward = forward
+        for norm in self._norms.values():
+            norm.undo()
+        self._replaced, self._norms = None, {}
 
     def part_of(self, name: str) -> TensorPart:
         as_on_the_first = name in self._head or name in self._buffers
