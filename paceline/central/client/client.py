@@ -1,13 +1,13 @@
-"""A replica's side of the servers: takes its place among the replicas, takes work, hands it in.
+"""A replica's side of the servers: takes its place among the replicas, has their parameters and leaves its gradients.
 
-How parameters get to the model is told in `pulling`, how gradients get to the servers in `pushing`, rows of tables have
-`table_rows`, and whole tensors `whole`. For each server there is a `ServerView`.
+What it says to the chief is in `chief_client`, how parameters get to the model in `pulling`, how gradients get to the
+servers in `pushing`; rows of tables have `table_rows`, and whole tensors `whole`. For each server there is a
+`ServerView`.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,31 +18,27 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.central.chief.books import Books
-from paceline.central.chief.tasks import FillTask, TaskKey
+from paceline.central.chief.tasks import FillTask
 from paceline.central.chief.tickets import Close
-from paceline.central.client.initial_values import InitialValues, receive
+from paceline.central.client.chief_client import ChiefClient, WhoAsks
+from paceline.central.client.initial_values import InitialValues
 from paceline.central.client.pulling import Pulls
 from paceline.central.client.pushing import Pushes
 from paceline.central.client.server_view import ServerAddresses, ServerView
 from paceline.central.client.table_rows import TableRows
-from paceline.central.client.tasks import do_task
 from paceline.central.client.whole_tensors import State, WholeTensors
 from paceline.central.client.written_parameters import WrittenParameters
 from paceline.central.messages import replies, requests
-from paceline.central.messages.connection import Connection
 from paceline.central.messages.settings import Settings
 from paceline.central.messages.tensor_bytes import bytes_of
 from paceline.central.shards import Shards, describe, plain_options
 from paceline.central.tables.embedding import find_tables
-from paceline.data.script_call import ScriptCall
-from paceline.deadlines import CallLimit
 from paceline.errors import ArenaError, CheckpointError
-from paceline.loop.engine import Chapter
 from paceline.loss_value import LossPart
 from paceline.machine import machine_identity
 from paceline.memory.arena import Arena
 from paceline.memory.server_arena import ServerArena
-from paceline.net.frames import Channel, ConnectionLost
+from paceline.net.frames import ConnectionLost
 from paceline.optim.gradients import GradientCollector
 from paceline.optim.models import group_sizes, grouped_parameters, own_state, refuse_added_parameters
 
@@ -50,10 +46,8 @@ __all__ = ["Client", "ServerAddresses"]
 
 Found = TypeVar("Found")
 
-STILL_GOOD_S = 0.05  # so long a ticket that has come with an answer is not asked for again
 
-
-class Client:
+class Client(ChiefClient):
     """Speaks to the servers for one replica of one container."""
 
     def __init__(
@@ -74,11 +68,7 @@ class Client:
         """`only_tables`: everything but sparse embeddings stays with the replica. `computed_with`: the model that
         gradients are of, if `model` is only its copy. `ended` returns replicas, and the
         incarnations of their processes, that are known to have ended."""
-        self.model = model
         self.optimizer = self.options_from = optimizer
-        self.replica, self.incarnation = replica, incarnation
-        self.container = servers.container
-        self._mine: dict[str, Any] = {"container": servers.container, "replica": replica, "incarnation": incarnation}
         self._settings = settings
         self._group_sizes = group_sizes(optimizer)
         self._servers = servers
@@ -94,7 +84,7 @@ class Client:
         self.shards = Shards(self.spec)
         parameters = {name: parameter for name, parameter, group in named if group is not None}
         frozen = [(name, parameter) for name, parameter, group in named if group is None]
-        self._buffers = [] if only_tables else list(own_state(model).named_buffers())
+        buffers = [] if only_tables else list(own_state(model).named_buffers())
         self._checks = [zlib.crc32(bytes_of(parameters[name])) for name in self.shards.names]
         self._connect = partial(servers.connection, who=f"replica {replica}", timeout_s=settings.timeout_s)
         self._views = [
@@ -103,15 +93,9 @@ class Client:
         ]
         for number, view in enumerate(self._views):
             view.connection.introduce = self._introducer(number)
-        self._ended = ended
-        self._to_chief.while_waiting = self._tell_who_has_ended
-        self.chief = replica == 0
-        self.step = 0  # closed so far by its run, as far as this replica knows
-        self.version = 0  # of the parameters, likewise: steps of other runs count too
+        who = WhoAsks(servers.container, replica, incarnation)
+        super().__init__(self._views[0].connection, who, model, buffers, ended)
         self._first: int | None = None  # the place of its run's first replica in the container
-        self._asked: requests.Ask | None = None
-        self._next: replies.Ticket | None = None  # what has come with the answer to the last report
-        self._settled_at = 0.0  # when that was
         self._moving = threading.Lock()
         self._pulls = Pulls(
             self._views,
@@ -123,12 +107,12 @@ class Client:
         )
         self.written = WrittenParameters(parameters, self._pulls, settings.replicas)
         self.rows = TableRows(self.tables, self._views, self._pulls, self.container)
-        others = [tensor for _, tensor in (*self._buffers, *frozen)]
+        others = [tensor for _, tensor in (*buffers, *frozen)]
         connections = [view.connection for view in self._views]
         self.whole = WholeTensors(connections, self.shards, self.container, others)
         self._pushes: Pushes | None = None  # there is no place for gradients yet
         try:
-            self._open(InitialValues(model, optimizer, parameters, self._buffers, frozen, self.container))
+            self._open(InitialValues(model, optimizer, parameters, buffers, frozen, self.container))
         except BaseException:
             for view in self._views:
                 view.connection.close()
@@ -294,120 +278,16 @@ class Client:
         self.rows.end()
         self._pushing.abandon()
 
-    # ── the chief ────────────────────────────────────────────────────────────────────────────────────────
-
-    @property
-    def _to_chief(self) -> Connection:
-        return self._views[0].connection
-
-    def ask(
-        self, chapter: Chapter, call: ScriptCall | None, *, at_once: bool = False
-    ) -> replies.Ticket | replies.Ended | replies.Waiting:
-        """Work in a chapter; waits for it, unless it has to be `at_once`. What comes after it is asked for with the
-        report on it. `call`: in which it is asked."""
-        ledger = chapter.ledger
-        assert ledger.length is not None
-        request = requests.Ask(
-            **self._mine,
-            chapter=chapter.number,
-            length=ledger.length,
-            batch_size=ledger.batch_size,
-            left_out=ledger.length % ledger.batch_size if ledger.drop_last else 0,
-            stop_epoch=chapter.stop_epoch,
-            call=call,
-            at_once=at_once,
-        )
-        coming, self._next = self._next, None
-        # After a pause it may be late already, or of a chief that has died since: then the chief is asked whether not.
-        if coming is not None and request == self._asked and time.monotonic() - self._settled_at < STILL_GOOD_S:
-            return coming
-        self._asked = None if at_once else request
-        ask = self._to_chief.call if at_once else self._to_chief.wait
-        kinds = (replies.Ticket, replies.Ended, replies.Waiting)
-        answer: replies.Ticket | replies.Ended | replies.Waiting = ask(request, kinds, read=self._take_buffers)
-        if not isinstance(answer, replies.Waiting):
-            self.step = max(self.step, answer.step)
-            self.version = max(self.version, answer.version)
-        return answer
-
-    def _take_buffers(self, channel: Channel[replies.Reply], length: int) -> None:
-        if length:
-            receive(channel, self._buffers)
+    # ── handing in ───────────────────────────────────────────────────────────────────────────────────────
 
     def report(self, ticket: int, loss: LossPart) -> replies.Settled | replies.Ticket:
+        """Tells the chief that the gradient of a ticket has been left with the servers."""
         refuse_added_parameters(self.options_from, self._group_sizes)
-        request = requests.Report(
-            **self._mine,
-            ticket=ticket,
-            pulled=self._pulls.version,
-            loss=loss,
-            options=[plain_options(group) for group in self.options_from.param_groups],
-            ask=self._asked,
-        )
-        buffers = [bytes_of(buffer) for _, buffer in self._buffers]
-        answer: replies.Settled | replies.Ticket = self._to_chief.wait(
-            request, (replies.Settled, replies.Ticket), body=lambda: buffers, read=self._take_buffers
-        )
+        options = [plain_options(group) for group in self.options_from.param_groups]
+        answer = self.hand_in(ticket, loss, self._pulls.version, options)
         if isinstance(answer, replies.Settled):
-            self.step, self.version = answer.step, answer.version
-            self.chief, self._next = answer.chief, answer.next
-            self._settled_at = time.monotonic()
             self._pushing.settle(accepted=answer.accepted is not None)
         return answer
-
-    def _tell_who_has_ended(self) -> None:
-        """A replica that ended before it had come to the servers is expected there, and nobody else would say so."""
-        for replica, incarnation in self._ended() if self._ended is not None else ():
-            leave = requests.Leave(container=self.container, replica=replica, incarnation=incarnation)
-            self._to_chief.call(leave, replies.Done)
-
-    def give_back(self, held: replies.Ticket | None = None, timeout_s: float | None = None) -> None:
-        """Give back the ticket that came with the last report, before something else is done, or the one that is
-        `held`: others may need it."""
-        ticket, self._next = held or self._next, None
-        if ticket is not None:
-            request = requests.GiveBack(**self._mine, ticket=ticket.ticket)
-            self._to_chief.call(request, replies.Done, timeout_s=timeout_s)
-
-    def task(
-        self,
-        key: TaskKey,
-        length: int,
-        work: Callable[[range], list[float]],
-        call: ScriptCall | None = None,
-        limit: CallLimit | None = None,
-    ) -> list[float]:
-        """Do parts of a task until it is done, by whomever, or until this replica is late; return its result."""
-        self.give_back()
-        ask = requests.Task(**self._mine, key=key, length=length, call=call, at_once=limit is not None)
-        done = do_task(self._to_chief, ask, work, self.model, self._mine, limit)
-        self.chief = done.chief
-        return list(done.values)
-
-    def once(self, key: TaskKey, act: Callable[[], None]) -> None:
-        """Have one replica act, whichever comes first; the others wait for it."""
-
-        def work(_: range) -> list[float]:
-            act()
-            return []
-
-        self.task(key, 1, work)
-
-    def set_rule(self, rule: Any) -> None:
-        self.give_back()  # it was for a step under the rule before
-        self._to_chief.call(requests.SetRule(container=self.container, rule=rule), replies.Done)
-
-    def accepting(self) -> int:
-        """Return how many gradients make a step now."""
-        return int(self._to_chief.call(requests.Describe(container=self.container), replies.Described).accepting)
-
-    def request_stop(self) -> None:
-        self._to_chief.call(requests.Stop(container=self.container), replies.Done)
-
-    def books(self) -> Books:
-        """Return the chief's books as they are now."""
-        read: replies.BooksRead = self._to_chief.call(requests.ReadBooks(container=self.container), replies.BooksRead)
-        return read.books
 
     def restore(self, parameters: dict[str, torch.Tensor], states: dict[str, State], books: Books) -> None:
         """Give all servers these values, and the chief its books."""
@@ -420,11 +300,6 @@ class Client:
         self.whole.forget()
 
     # ── steps that somebody else decides ─────────────────────────────────────────────────────────────────
-
-    def steps_made(self) -> int:
-        """Return how many steps the servers have made so far."""
-        listed: replies.Listed = self._to_chief.call(requests.Containers(), replies.Listed)
-        return next(container.step for container in listed.containers if container.name == self.container)
 
     def measure(self, close: Close) -> float:
         """Return the squared length of that step's gradient."""
@@ -441,10 +316,6 @@ class Client:
 
     # ── ending ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def leave(self) -> None:
-        request = requests.Leave(**self._mine)
-        self._to_chief.call(request, replies.Done, timeout_s=5.0)
-
     def give_up(self) -> None:
         """Have whoever waits for a server fail. From any thread."""
         self.rows.give_up()
@@ -452,7 +323,7 @@ class Client:
             view.connection.give_up()
 
     def close(self) -> None:
-        self._next = None  # whoever is gone has nothing any more
+        self.forget_next()
         self._pushing.close()
         self.rows.close()
         for view in self._views:

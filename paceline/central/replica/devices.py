@@ -12,7 +12,7 @@ the same script, and take the same way through it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -37,6 +37,7 @@ from paceline.optim.gradients import GradientCollector
 from paceline.optim.model_in_arena import SMALLEST_SCRATCH_BYTES, ModelInArena
 from paceline.optim.models import buffers_of, own_state
 from paceline.run_place import Place
+from paceline.split.called_cut import EarlyCalls
 from paceline.split.cut import Check, Function, Loss, open_cut
 from paceline.split.parts import Parts
 from paceline.split.values import Split
@@ -121,7 +122,8 @@ class Devices:
         board.announce(place.row)
         self.model, self.replica = model, place.replica
         together = Together(board, place.row, place.strategy.timeout_s)
-        self._peers = _PeersOfReplica.meet(together, split.devices)
+        self._peers = Peers.meet(together, split.devices)
+        self._peers.alike = False  # replicas with servers have only whole gradients in common
         self._everyone = self._peers.everyone
         self.cut = open_cut(split, self._peers, place.dims)
         self.leads = self._peers.rank == 0
@@ -130,6 +132,7 @@ class Devices:
         self._parts = Parts(self.cut, self._inside, self._peers.rank, model)
         self._statistics = Statistics()  # of BatchNorms that see a part of each sample
         self._undo_exact = make_exact(model, Statistics())
+        self._early = EarlyCalls(self.cut, model)
         self._collector: GradientCollector | None = None  # until the model is cut
 
     def _share_arena(self) -> None:
@@ -192,6 +195,7 @@ class Devices:
         """Cut the model, unless it is, now that it is known what will be computed."""
         if self._collector is not None:
             return
+        self._early.end()
         self.cut.prepare(function, self.model, given)
         for module in self.model.modules():
             if isinstance(module, AnyBatchNorm) and self.cut.over_devices(module):
@@ -199,9 +203,9 @@ class Devices:
         self._collector = GradientCollector(*self._parts.take(), fresh=True)
 
     def answer(self, function: Function, given: Any) -> Any:
-        """Returns `function(model, given)`, by all devices together once the model is cut."""
+        """Returns `function(model, given)`, by all devices together."""
         if self._collector is None:
-            return function(self.model, given)
+            return self._early.call(function, given)
         return self.cut.call(function, self.model, given)
 
     def spread(self, whole: nn.Module | None = None) -> None:
@@ -272,18 +276,6 @@ class Devices:
             self._collector.close()
         self._inside.arena.arena.close()
         self._peers.close()
-
-
-class _PeersOfReplica(Peers):
-    """Replicas with servers have only whole gradients in common: each may be cut in a way of its own."""
-
-    @property
-    def first(self) -> bool:
-        return self.rank == 0
-
-    def tell_all(self, numbers: Sequence[int] | None = None) -> list[int]:
-        told = torch.tensor(numbers, dtype=torch.int64) if numbers is not None and self.first else None
-        return self.everyone.broadcast(told).tolist()
 
 
 def _refuse_tables(model: nn.Module) -> None:
