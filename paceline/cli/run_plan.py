@@ -32,7 +32,7 @@ from paceline.errors import StrategyError
 from paceline.exchange.board import MOST_HOSTS, MOST_REPLICAS
 from paceline.launch.emulate import Emulation
 from paceline.launch.job import POLICIES, RunJob
-from paceline.launch.meeting import HostsSetting
+from paceline.launch.meeting_door import HostsSetting
 from paceline.net.secure import Keys, read_token
 from paceline.rules import Async, Rule, Sync
 from paceline.run_place import Place, ServersPlace, check_container

@@ -11,8 +11,8 @@
 - `limits`: what the shell allows a process, where that is behind an error
 - `supervisor`: starts the replicas of a host, notices deaths, decides what happens then
 - `restarts` counts deaths, `regular_look` follows progress and stalls, `reporter` says what there is to say
-- `meeting`: where the supervisors of several hosts meet; `host_messages` and `host_greeting`: what they say, and who is
-  let in; `host_rule`: who goes on when a host is gone
+- `meeting`: where the supervisors of several hosts meet; `meeting_door`: who gets there; `host_messages` and
+  `host_greeting`: what they say, and who is let in; `host_rule`: who goes on when a host is gone
 - `hosts`: the supervisors of several emulated hosts, started and ended together
 - `emulate`: several hosts on one machine, with links of a real speed
 

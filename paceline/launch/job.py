@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from paceline.launch.meeting import HostsSetting
+from paceline.launch.meeting_door import HostsSetting
 from paceline.run_place import PLACE_VARIABLE, Place
 from paceline.watch.events import STALL_S
 from paceline.watch.target import Target

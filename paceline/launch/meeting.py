@@ -21,16 +21,13 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
-from paceline.errors import LaunchError, PacelineError, SecurityError, StrategyError
-from paceline.launch.host_greeting import OtherVersion, greet, hear, notice_silence, welcome
+from paceline.errors import LaunchError, PacelineError, StrategyError
+from paceline.launch.host_greeting import OtherVersion
 from paceline.launch.host_messages import (
-    HOST_MESSAGES,
     HostComes,
     HostFinished,
     HostLost,
@@ -44,31 +41,13 @@ from paceline.launch.host_messages import (
     ViewProposed,
 )
 from paceline.launch.latecomers import Arrived, Latecomers
+from paceline.launch.meeting_door import HostsSetting, MeetingDoor
 from paceline.launch.silence import Silence
-from paceline.net.frames import Channel, ConnectionLost, FrameError
-from paceline.net.secure import HANDSHAKE_S, Keys, wrap_client, wrap_server
-from paceline.net.strangers import Strangers, accept_all
+from paceline.net.frames import Channel, ConnectionLost
 
-CONNECT_S = 5.0
-RETRY_S = 0.2
 SEND_S = 10.0
 LATE_S = 60.0  # that host 0 stays for hosts that come after it is known that there will be no run
 MOMENT_S = 3.0  # for more hosts, when there are enough to begin
-
-
-@dataclass(frozen=True)
-class HostsSetting:
-    """How this host finds the others, and what has to be the same on all of them."""
-
-    host: int
-    hosts: int
-    rendezvous: str
-    token: str
-    keys: Keys | None
-    settings: Mapping[str, str]  # by name, as they were typed or are by default
-    timeout_s: float
-    lost_after_s: float  # of silence, that a host is taken to be gone
-    fewest: int | None = None  # hosts that are enough to begin, and others may join; None: all, and nobody may
 
 
 class Meeting:
@@ -77,7 +56,6 @@ class Meeting:
     def __init__(self, setting: HostsSetting, say: Callable[[str], None]) -> None:
         self._setting = setting
         self._say = say
-        self._give_up_at = time.monotonic() + setting.timeout_s
         self._refused: PacelineError | None = None  # why there will be no run
         self._came = 0  # hosts, to host 0
         self._enough_at: float | None = None  # when there were enough of them to begin
@@ -87,25 +65,17 @@ class Meeting:
         os.set_blocking(self.descriptor, False)
         os.set_blocking(self._wake, False)
         self._links: dict[int, Channel[HostMessage]] = {}  # by host; but for host 0 there is only that to it
-        self._closed = threading.Event()
-        self._strangers = Strangers()
-        self._listener: socket.socket | None = None
         self._finished: dict[int, HostFinished] = {}  # by host
         self._silence = Silence(setting.lost_after_s)
         self.code: int | None = None  # of the run, once it is over
-        if setting.host == 0:
-            self._listener = self._listening()
-            how = (self._listener, self._strangers, self._admit, self._closed, say)
-            threading.Thread(target=accept_all, args=how, name="paceline-meeting", daemon=True).start()
-        else:
-            threading.Thread(target=self._go, name="paceline-meeting", daemon=True).start()
+        self._door = MeetingDoor(setting, self._put, say)
 
     # ── before the run ───────────────────────────────────────────────────────────────────────────────────
 
     def address(self) -> str | None:
         """An address of this machine that the others reach; None: it is not known before host 0 has been reached."""
-        if self._listener is not None:
-            return str(self._listener.getsockname()[0])
+        if self._door.address is not None:
+            return self._door.address
         for _, message in self._take():
             if isinstance(message, PacelineError):
                 raise message
@@ -174,7 +144,7 @@ class Meeting:
             come[comes.host] = comes
             self._connect(comes.host, channel)
         missing = self._missing(come)
-        if missing and self._refused is None and time.monotonic() > self._give_up_at:
+        if missing and self._refused is None and time.monotonic() > self._door.give_up_at:
             self._refuse(
                 LaunchError(
                     f"host {missing[0]} has not come to {self._setting.rendezvous} within "
@@ -182,7 +152,7 @@ class Meeting:
                 )
             )
         all_were_here = self._came >= self._setting.hosts - 1
-        if self._refused is not None and (all_were_here or time.monotonic() > self._give_up_at):
+        if self._refused is not None and (all_were_here or time.monotonic() > self._door.give_up_at):
             raise self._refused
         if missing:
             return None
@@ -190,7 +160,7 @@ class Meeting:
         ordered = [addresses[number] for number in sorted(addresses)]
         begins = RunBegins(container=container, addresses=ordered, hosts=sorted(come))
         if self._setting.fewest is None:
-            self._stop_listening()
+            self._door.shut()
         for host in list(self._links):
             self._send(host, begins)
         return begins
@@ -217,7 +187,7 @@ class Meeting:
         """There will be no run. Who comes later is told so too, for a while."""
         if self._refused is None:
             self._refused = error
-            self._give_up_at = min(self._give_up_at, time.monotonic() + LATE_S)
+            self._door.give_up_at = min(self._door.give_up_at, time.monotonic() + LATE_S)
             for host in list(self._links):
                 self._send(host, RunRefused(sentence=str(error)))
 
@@ -285,10 +255,14 @@ class Meeting:
         """Send away a host that would join the run."""
         self._send(host, RunRefused(sentence=f"this host cannot join the run: {why}"))
 
-    def _listen_for_silence(self) -> None:
-        """Says that this host is still here, and finds those who have not said so for too long."""
+    def speak(self) -> None:
+        """Says now and then that this host is still here; to be called also while something else is waited for."""
         if self._silence.time_to_speak():
             self.tell(StillHere())
+
+    def _listen_for_silence(self) -> None:
+        """Says that this host is still here, and finds those who have not said so for too long."""
+        self.speak()
         for host in self._silence.gone(self._links):
             why = f"it has been silent for {self._setting.lost_after_s:g} s"
             if self._setting.host == 0:  # who goes on without whom is its to say
@@ -370,92 +344,11 @@ class Meeting:
         if (channel := self._links.pop(host, None)) is not None:
             channel.close()
 
-    def _stop_listening(self) -> None:
-        self._closed.set()
-        if self._listener is not None:
-            with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)
-
     def close(self) -> None:
         """End all connections: for those who still need this host it is gone."""
-        self._stop_listening()
-        if self._listener is not None:
-            self._listener.close()
+        self._door.close()
         self.leave()
         self._late.close()
         for _, message in self._take():
             if isinstance(message, Arrived):
                 message.channel.close()
-
-    # ── host 0 ───────────────────────────────────────────────────────────────────────────────────────────
-
-    def _listening(self) -> socket.socket:
-        host, port = _host_and_port(self._setting.rendezvous)
-        try:
-            family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            return socket.create_server(address[:2], family=family, backlog=1024)
-        except OSError as error:
-            expected = f"host 0 cannot listen there ({error.strerror}), give an address of its own and a free port"
-            raise StrategyError("rdzv-endpoint", self._setting.rendezvous, expected) from error
-
-    def _admit(self, connection: socket.socket, address: str) -> None:
-        """Let in whoever knows the token; anybody else is sent away, and changes nothing."""
-        channel: Channel[HostMessage] | None = None
-        try:
-            connection.settimeout(HANDSHAKE_S)
-            keys = self._setting.keys
-            secured = wrap_server(connection, keys) if keys is not None else connection
-            channel = Channel(secured, HOST_MESSAGES, most_body_bytes=0)
-            welcome(channel, self._setting.token)
-            self._strangers.remove(connection)
-            notice_silence(secured, self._setting.lost_after_s)
-            comes = hear(channel, HostComes, self._setting.timeout_s)
-            self._put(comes.host, Arrived(channel, "", comes))
-        except OtherVersion as error:
-            self._put(0, error)
-        except (PacelineError, OSError) as error:
-            self._say(f"turned away whoever came from {address.rpartition(':')[0]}: {error}")
-            channel.close() if channel is not None else connection.close()
-        finally:
-            self._strangers.remove(connection)
-
-    # ── the other hosts ──────────────────────────────────────────────────────────────────────────────────
-
-    def _go(self) -> None:
-        """Reach host 0, which may be started later than this one."""
-        host, port = _host_and_port(self._setting.rendezvous)
-        while not self._closed.is_set():
-            try:
-                connection = socket.create_connection((host, port), timeout=CONNECT_S)
-                self._put(0, self._arrive(connection))
-                return
-            except (SecurityError, FrameError) as error:
-                self._put(0, LaunchError(f"host 0 at {self._setting.rendezvous} does not let this host in: {error}"))
-                return
-            except (OSError, ConnectionLost) as error:
-                why = getattr(error, "strerror", None) or error
-            if time.monotonic() > self._give_up_at:
-                waited = f"within {self._setting.timeout_s:g} s ({why})"
-                sentence = (
-                    f"host 0 cannot be reached at {self._setting.rendezvous} {waited}: start it with --node-rank 0"
-                )
-                self._put(0, LaunchError(sentence))
-                return
-            self._closed.wait(RETRY_S)
-
-    def _arrive(self, connection: socket.socket) -> Arrived:
-        address, keys = str(connection.getsockname()[0]), self._setting.keys
-        secured = wrap_client(connection, keys) if keys is not None else connection
-        channel: Channel[HostMessage] = Channel(secured, HOST_MESSAGES, most_body_bytes=0)
-        try:
-            greet(channel, self._setting.token)
-        except BaseException:
-            channel.close()
-            raise
-        notice_silence(secured, self._setting.lost_after_s)
-        return Arrived(channel, address)
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)

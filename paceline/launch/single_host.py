@@ -28,6 +28,9 @@ class SingleHost:
     def tell_first(self, message: HostMessage) -> None:
         """There is nobody to hear it."""
 
+    def speak(self) -> None:
+        """There is nobody to hear it."""
+
     def news(self) -> list[HostMessage]:
         return []
 

@@ -207,6 +207,7 @@ class Supervisor:
     def _wait_for(self, ask: Callable[[], Answer | None]) -> Answer | None:
         """What `ask` answers, as soon as it does; None, for which no other host waits, if this run is to end before."""
         while (answer := ask()) is None and not self._ending.begun:
+            self._hosts.speak()  # torch may take long to load, and who has loaded it listens already
             self._await_something()
         if answer is None:
             self._hosts.leave()

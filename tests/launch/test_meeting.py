@@ -12,9 +12,11 @@ import pytest
 
 from paceline.errors import LaunchError
 from paceline.launch import meeting as meeting_module
+from paceline.launch import meeting_door as door_module
 from paceline.launch.host_greeting import hear
 from paceline.launch.host_messages import HostComes, HostLost, HostReady, RunBegins, RunFailed, StopAsked, ViewProposed
-from paceline.launch.meeting import HostsSetting, Meeting
+from paceline.launch.meeting import Meeting
+from paceline.launch.meeting_door import HostsSetting
 from paceline.net import strangers as strangers_module
 
 Answer = TypeVar("Answer")
@@ -61,7 +63,7 @@ def port() -> int:
 @pytest.mark.parametrize("limit", ["MOST_STRANGERS", "MOST_OF_ONE_ADDRESS"])
 def test_strangers_who_say_nothing_keep_no_host_away(port: int, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strangers_module, limit, 3)
-    monkeypatch.setattr(meeting_module, "HANDSHAKE_S", 300.0)  # so long a stranger could stay
+    monkeypatch.setattr(door_module, "HANDSHAKE_S", 300.0)  # so long a stranger could stay
     monkeypatch.setattr(hear, "__defaults__", (300.0,))
     with contextlib.ExitStack() as stack:
         said: list[str] = []
@@ -70,6 +72,19 @@ def test_strangers_who_say_nothing_keep_no_host_away(port: int, limit: str, monk
         guest = stack.enter_context(contextlib.closing(Meeting(setting(1, port), said.append)))
         both_begin(host, guest)
         assert idle[0].recv(1) == b""  # the oldest made room
+
+
+def test_a_host_that_waits_for_something_else_is_not_silent(port: int) -> None:
+    """For torch, say, which one loads sooner than another."""
+    host, guest = (Meeting(setting(number, port, lost_after_s=0.5), print) for number in (0, 1))
+    with contextlib.closing(host), contextlib.closing(guest):
+        both_begin(host, guest)
+        end, heard = time.monotonic() + 1.5, []
+        while time.monotonic() < end:
+            host.speak()
+            heard += guest.news()
+            time.sleep(0.01)
+        assert not heard
 
 
 def test_a_host_that_does_not_hear_the_first_does_not_end_it(port: int) -> None:
