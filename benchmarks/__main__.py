@@ -79,8 +79,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results, problems = _measure(names, options, console)
     if results:
         _print_table(results, options, console)
-        if options.out is not None:
-            _write(results, options.out, console)
     for problem in problems:
         console.print(problem, markup=False)
     return 1 if any(problem.startswith("failed") for problem in problems) else 0
@@ -141,6 +139,8 @@ def _measure(
                 problems.append(f"disturbed {name}: {note}")
                 found = msgspec.structs.replace(found, notes=(*found.notes, note))
             results[name] = found
+            if options.out is not None:
+                _write({name: found}, options.out, console)  # at once: what follows may fail, or be stopped
         except Skipped as reason:
             problems.append(f"skipped {name}: {reason}")
         except Failed as reason:

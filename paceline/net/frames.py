@@ -24,7 +24,7 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Generic, TypeVar
 
 import msgspec
@@ -74,6 +74,7 @@ class Channel(Generic[Header]):
     ) -> None:
         self.trusted = False
         self._connection = connection
+        self._is_tls = isinstance(connection, ssl.SSLSocket)
         self._decoder = decoder
         self._encoder = msgspec.msgpack.Encoder()
         self._most_body_bytes = most_body_bytes
@@ -101,39 +102,41 @@ class Channel(Generic[Header]):
         """
         parts = body if body_bytes is not None else [_flat(part) for part in body]
         length = body_bytes if body_bytes is not None else sum(map(len, parts))
-        encoded = self._encoder.encode(header)
-        front, body_sum = _front(encoded, length), xxhash.xxh3_64()
+        front, total = _front(self._encoder.encode(header), length), xxhash.xxh3_64()
         try:
             if body_bytes is None and len(front) + length <= SMALL_BYTES:
                 for part in parts:
-                    body_sum.update(part)
-                end = _CHECKSUM.pack(body_sum.intdigest()) if length else b""
-                self._push(memoryview(b"".join((front, *parts, end))), timeout_s)
+                    total.update(part)
+                end = _CHECKSUM.pack(total.intdigest()) if length else b""
+                self._push([memoryview(b"".join((front, *parts, end)))], timeout_s)
                 return
-            self._push(memoryview(front), timeout_s)
-            left = length
-            for part in map(_flat, parts):
-                left -= len(part)
+            left, before = length, [memoryview(front)]
+            for piece in _slices(parts):
+                left -= len(piece)
                 assert left >= 0, f"the parts of a body are longer than the {length} bytes announced"
-                self._push(part, timeout_s, body_sum)
+                total.update(piece)  # which has it in the cache for what follows
+                after = [] if left else [memoryview(_CHECKSUM.pack(total.intdigest()))]
+                self._push([*before, piece, *after], timeout_s)
+                before = []
+            if before:  # there is no body
+                self._push(before, timeout_s)
             assert left == 0, f"the parts of a body are {left} bytes short of the {length} announced"
-            if length:
-                self._push(memoryview(_CHECKSUM.pack(body_sum.intdigest())), timeout_s)
         except BaseException:
             self.interrupt()  # half a frame is out: nothing that follows could be understood
             raise
 
-    def _push(self, flat: memoryview, timeout_s: float | None, total: xxhash.xxh3_64 | None = None) -> None:
+    def _push(self, pieces: list[memoryview], timeout_s: float | None) -> None:
+        """Sends all of them, in one go if the socket can: each by itself would be a packet, and wake the other side."""
         try:
             if self._interrupted:
                 raise ConnectionLost("the connection was given up")
             if timeout_s is not None:
                 self._connection.settimeout(timeout_s)
-            for start in range(0, len(flat), SLICE_BYTES):
-                part = flat[start : start + SLICE_BYTES]
-                if total is not None:
-                    total.update(part)  # which has it in the cache for what follows
-                self._connection.sendall(part)
+            sent = self._connection.sendmsg(pieces) if len(pieces) > 1 and not self._is_tls else 0
+            for piece in pieces:
+                if sent < len(piece):
+                    self._connection.sendall(piece[sent:])
+                sent = max(0, sent - len(piece))
         except (OSError, ValueError) as error:
             if timeout_s is not None and isinstance(error, TimeoutError):
                 raise ConnectionLost(f"the other side took nothing for {timeout_s:g} s") from error
@@ -148,12 +151,13 @@ class Channel(Generic[Header]):
         if self._body_left and self._lost is None:
             raise self._wrong(f"{self._body_left} bytes of a body were left unread")
         limit = _Limit(timeout_s)
-        prelude = self._take(_PRELUDE.size, limit)
+        front = self._take(_PRELUDE.size + (_CHECKSUM.size if self._understood else 0), limit)
+        prelude = front[: _PRELUDE.size]
         magic, version, header_bytes, body_bytes, header_sum = _PRELUDE.unpack(prelude)
         if not self._understood:  # who sends no frames of ours sends no checksums either
             self._check_protocol(prelude, magic, version)
-        (prelude_sum,) = _CHECKSUM.unpack(self._take(_CHECKSUM.size, limit))
-        if prelude_sum != xxhash.xxh3_64_intdigest(prelude):
+            front += self._take(_CHECKSUM.size, limit)
+        if _CHECKSUM.unpack_from(front, _PRELUDE.size) != (xxhash.xxh3_64_intdigest(prelude),):
             raise self._damaged("the beginning of a frame")
         self._check_protocol(prelude, magic, version)
         self._understood = True
@@ -353,6 +357,13 @@ def _front(header: bytes, body_bytes: int) -> bytes:
     """What comes before a body."""
     prelude = _PRELUDE.pack(MAGIC, PROTOCOL, len(header), body_bytes, xxhash.xxh3_64_intdigest(header))
     return prelude + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(prelude)) + header
+
+
+def _slices(parts: Iterable[memoryview]) -> Iterator[memoryview]:
+    """Yields bodies' bytes, as much at a time as is sent at once; a part is asked for when those before it are sent."""
+    for part in map(_flat, parts):
+        for start in range(0, len(part), SLICE_BYTES):
+            yield part[start : start + SLICE_BYTES]
 
 
 def _flat(view: memoryview) -> memoryview:

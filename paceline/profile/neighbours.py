@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from paceline.forked import fork_to_compute
+
 _PR_SET_PDEATHSIG = 1
 _BEGIN_S = 20.0  # the longest wait for their first round
 
@@ -30,7 +32,7 @@ def busy_neighbours(work: Callable[[], object], cores: Sequence[int]) -> Iterato
         for core in cores:
             reading, writing = os.pipe()
             began.append(reading)
-            child = os.fork()
+            child = fork_to_compute()
             if not child:
                 _work(work, core, writing)
             os.close(writing)
@@ -51,7 +53,6 @@ def _work(work: Callable[[], object], core: int, writing: int) -> None:
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         os.sched_setaffinity(0, {core})
-        torch.set_num_threads(1)
         work()
         os.write(writing, b".")
         while True:

@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 MOST = 127  # of both
+LEAST_STEP = torch.finfo(torch.float32).tiny  # of a smaller one there is no reciprocal: all numbers are as good as 0
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)  # of the widest range that are tried
 
 
@@ -50,7 +51,9 @@ def range_between(low: float, high: float) -> InputRange:
     (64, InputRange(step=2.0, zero=0))
     """
     low, high = min(low, 0.0), max(high, 0.0)
-    step = (high - low) / MOST or 1.0
+    step = (high - low) / MOST
+    if step < LEAST_STEP:
+        step = 1.0
     return InputRange(step, round(-low / step))
 
 
