@@ -7,7 +7,7 @@ import struct
 import xxhash
 
 PRELUDE = struct.Struct("<3sBIQQ")
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 def prelude(header_bytes: int, body_bytes: int, *, header_sum: int = 0, version: int = PROTOCOL) -> bytes:

@@ -6,8 +6,8 @@
     │     │         │ long   │ long   │ header   │ before   │                 │                 │ body     │
     └─────┴─────────┴────────┴────────┴──────────┴──────────┴─────────────────┴─────────────────┴──────────┘
 
-Each part has a checksum of 8 bytes (a body that is empty has none), because TCP's own lets one damaged packet in 65,536
-pass. Whoever reads a body to its end knows that it is what was sent; before that nothing may be done with it.
+Each part has a checksum of 8 bytes, because TCP's own lets one damaged packet in 65,536 pass; a body has none if it is
+empty, or goes over TLS, which lets nothing pass. Whoever reads a body to its end knows that it is what was sent; before that nothing may be done with it.
 Lengths are bounded, closely so until the other side is `trusted`, and what is allocated follows what has arrived, not
 what was announced. Headers are decoded into fixed schemas (never pickled). A frame that is wrong in any way ends the
 connection: there is no way to find the beginning of the next one. Bodies go straight from and into the memory of
@@ -32,7 +32,7 @@ import xxhash
 
 from paceline.errors import PacelineError
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAGIC = b"PLN"
 MOST_HEADER_BYTES = 16 << 20
 MOST_STRANGERS_HEADER_BYTES = 64 << 10  # before the other side has shown who it is
@@ -79,7 +79,7 @@ class Channel(Generic[Header]):
         self._encoder = msgspec.msgpack.Encoder()
         self._most_body_bytes = most_body_bytes
         self._body_left = 0
-        self._body_sum = xxhash.xxh3_64()  # of what was read of the body
+        self._body_sum: xxhash.xxh3_64 | None = None  # of what was read of the body
         self._understood = False  # a frame of ours has come
         self._lost: str | None = None  # why nothing can be received any more
         self._interrupted = False
@@ -102,20 +102,21 @@ class Channel(Generic[Header]):
         """
         parts = body if body_bytes is not None else [_flat(part) for part in body]
         length = body_bytes if body_bytes is not None else sum(map(len, parts))
-        front, total = _front(self._encoder.encode(header), length), xxhash.xxh3_64()
+        front, total = _front(self._encoder.encode(header), length), self._new_sum(length)
         try:
             if body_bytes is None and len(front) + length <= SMALL_BYTES:
-                for part in parts:
-                    total.update(part)
-                end = _CHECKSUM.pack(total.intdigest()) if length else b""
-                self._push([memoryview(b"".join((front, *parts, end)))], timeout_s)
+                if total is not None:
+                    for part in parts:
+                        total.update(part)
+                self._push([memoryview(b"".join((front, *parts, _packed(total))))], timeout_s)
                 return
             left, before = length, [memoryview(front)]
             for piece in _slices(parts):
                 left -= len(piece)
                 assert left >= 0, f"the parts of a body are longer than the {length} bytes announced"
-                total.update(piece)  # which has it in the cache for what follows
-                after = [] if left else [memoryview(_CHECKSUM.pack(total.intdigest()))]
+                if total is not None:
+                    total.update(piece)  # which has it in the cache for what follows
+                after = [memoryview(_packed(total))] if total is not None and not left else []
                 self._push([*before, piece, *after], timeout_s)
                 before = []
             if before:  # there is no body
@@ -124,6 +125,9 @@ class Channel(Generic[Header]):
         except BaseException:
             self.interrupt()  # half a frame is out: nothing that follows could be understood
             raise
+
+    def _new_sum(self, body_bytes: int) -> xxhash.xxh3_64 | None:
+        return xxhash.xxh3_64() if body_bytes and not self._is_tls else None
 
     def _push(self, pieces: list[memoryview], timeout_s: float | None) -> None:
         """Sends all of them, in one go if the socket can: each by itself would be a packet, and wake the other side."""
@@ -175,7 +179,7 @@ class Channel(Generic[Header]):
         except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as error:
             # The decoder quotes what it got.
             raise self._wrong(f"a header does not fit its schema: {printable(str(error)[:MOST_QUOTED])}") from error
-        self._body_left, self._body_sum = body_bytes, xxhash.xxh3_64()
+        self._body_left, self._body_sum = body_bytes, self._new_sum(body_bytes)
         return header, body_bytes
 
     def _check_protocol(self, prelude: bytearray, magic: bytes, version: int) -> None:
@@ -218,7 +222,7 @@ class Channel(Generic[Header]):
         """Bytes of the body; the last of them only if all are what was sent."""
         self._fill(into, limit, self._body_sum)
         left = self._body_left - len(into)
-        if into.nbytes and not left:
+        if self._body_sum is not None and into.nbytes and not left:
             (expected,) = _CHECKSUM.unpack(self._take(_CHECKSUM.size, limit))
             if expected != self._body_sum.intdigest():
                 raise self._damaged("the body of a frame")
@@ -357,6 +361,10 @@ def _front(header: bytes, body_bytes: int) -> bytes:
     """What comes before a body."""
     prelude = _PRELUDE.pack(MAGIC, PROTOCOL, len(header), body_bytes, xxhash.xxh3_64_intdigest(header))
     return prelude + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(prelude)) + header
+
+
+def _packed(total: xxhash.xxh3_64 | None) -> bytes:
+    return b"" if total is None else _CHECKSUM.pack(total.intdigest())
 
 
 def _slices(parts: Iterable[memoryview]) -> Iterator[memoryview]:

@@ -439,7 +439,7 @@ encode = msgspec.msgpack.encode
 WRONG = {
     "http": (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "something else and not a frame"),
     "tls": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(20), "what arrived is TLS"),
-    "version": (raw_frame(b"\x80", version=9), "speaks version 9 of the protocol and this one 2"),
+    "version": (raw_frame(b"\x80", version=9), "speaks version 9 of the protocol and this one 3"),
     "long header": (prelude((64 << 10) + 1, 0), r"a frame of 65537 \+ 0 bytes is larger"),
     "longest header": (prelude(2**32 - 1, 0), "is larger than"),
     "longest body": (prelude(1, 2**64 - 1), "is larger than"),
