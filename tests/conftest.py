@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 import pytest
+from warm_process import MAIN, SCRIPT, WarmProcesses
 
 TESTS = Path(__file__).parent
 # Some virtual machines report AMX and trap its instructions: torch's own products of bf16 (Muon's) would end the test.
@@ -32,7 +33,6 @@ os.environ["PACELINE_CACHE"] = _kept = tempfile.mkdtemp(prefix="paceline-tests-"
 atexit.register(shutil.rmtree, _kept, ignore_errors=True)
 # Hundreds of processes are started: none but the first compiles what it imports of ours (0.35 s of each otherwise).
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-MAIN = "import sys; from paceline.cli import main; sys.exit(main())"
 # With several workers, a file each, these come first: else one of them would have the last worker work on alone.
 LONGEST = (
     "contract/test_contract.py",
@@ -68,15 +68,26 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def environment_of_runs() -> dict[str, str]:
+    """Threads of torch cost more than they give at these sizes, and one process must not differ from several."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return environment
+
+
+WARM = WarmProcesses(environment_of_runs())
+atexit.register(WARM.close)
+
+
 class Run:
     """A `paceline` command in a folder of its own, still running until `end`."""
 
     def __init__(self, folder: Path, *arguments: str, stdin: int | None = None) -> None:
         self.folder = folder
-        # Threads of torch cost more than they give at these sizes, and one process must not differ from several.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-        self.process = subprocess.Popen(
+        environment = environment_of_runs()
+        self.process: subprocess.Popen[str] = WARM.start(
+            arguments, str(folder), environment, stdin
+        ) or subprocess.Popen(
             arguments,
             cwd=folder,
             env=environment,
@@ -185,7 +196,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
         if isinstance(script, str):
             (folder / "train.py").write_text(script)
             script = Path("train.py")
-        command = [sys.executable, "-m", "paceline.launch.script", str(script)]
+        command = [sys.executable, "-m", SCRIPT, str(script)]
         if flags is not None:
             command = [sys.executable, "-c", MAIN, "run", str(script), "--run-folder", "run", "--quiet"]
             command += [*shlex.split(flags), "--"]

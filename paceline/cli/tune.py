@@ -37,6 +37,7 @@ from paceline.compare.plot import MISSING, can_plot
 from paceline.errors import InvalidInput, LaunchError, StrategyError
 from paceline.launch.cores import allowed_cores
 from paceline.launch.signals import stop_is_interrupt
+from paceline.launch.starter import modules_of, pays_for
 from paceline.run_place import INTERRUPTED, MOST_NAME
 from paceline.search.goal import Goal
 from paceline.search.leaderboard import as_markdown, shown
@@ -51,6 +52,7 @@ from paceline.search.top import TOP, keep_best
 from paceline.search.tune_folder import JOURNAL, TrialRecord, TuneFolder, identity_of
 from paceline.search.tuner import Search, Tuner
 from paceline.strategy import one_of
+from paceline.torch_private import wants_plain_torch
 from paceline.trial_values import TrialPlace
 from paceline.watch.display import clock
 from paceline.watch.kept_folder import script_digest
@@ -162,6 +164,7 @@ def execute(options: argparse.Namespace) -> int:
         parallel=options.parallel,
         folds=options.folds,
         prune=prune,
+        loads=_loaded_once(options, plan),
         **({"budget_s": options.budget_s} if options.budget_s is not None else {}),
     )
     asked = _asked(options, search, plan)
@@ -211,6 +214,13 @@ def _plan(options: argparse.Namespace) -> RunPlan:
     plan = resolve(argparse.Namespace(**own))
     check(plan)
     return plan
+
+
+def _loaded_once(options: argparse.Namespace, plan: RunPlan) -> list[str]:
+    """Returns what is loaded once for all trials; nothing where each is to begin as a new Python."""
+    if options.module or wants_plain_torch() or not pays_for(options.script):
+        return []
+    return modules_of(plan.strategy)
 
 
 def trial_command(plan: RunPlan, arguments: ScriptArguments, trial: TrialPlace) -> list[str]:

@@ -53,6 +53,7 @@ class Guard:
         return {RUN_VARIABLE: f"{self._run}/{row}"}
 
     def watch(self, group: int) -> None:
+        self._not_ours.discard(group)
         self._groups.add(group)
         self._tell(group)
 

@@ -44,7 +44,12 @@ def _run_as_main(script: str) -> None:
     exec(code, vars(module))
 
 
+def begin() -> None:
+    """Run a script in a process that may have torch already."""
+    run_script(find_place())
+
+
 if __name__ == "__main__":
     load_compiler_late()
     rest_while_loading()
-    run_script(find_place())
+    begin()

@@ -9,7 +9,8 @@ supervisor adopts those (`guard.py`).
 
 A script may set variables that torch looks at when it is loaded, before it imports it. One whose text names any has no
 starter, and should what it imports set one, its process begins once more as a new Python (`starter_process.py`). A run
-of one process has none either, nor has a script that imports neither torch nor paceline itself, nor whoever says
+of one process has none either, unless it is there already because many runs are forked from one process that has torch
+(`run_template.py`); nor has a script that imports neither torch nor paceline itself, nor whoever says
 `PACELINE_PLAIN_TORCH=1`; and a run whose starter has died does without it.
 
 This is the supervisor's side; `starter_process.py` is the other.
@@ -34,13 +35,21 @@ import msgspec
 from paceline.launch.guard import Guard
 from paceline.launch.job import RunJob
 from paceline.launch.with_parent import PARENT_VARIABLE
-from paceline.torch_private import wants_plain_torch
+from paceline.strategy import Strategy
+from paceline.torch_private import EXPORTER, wants_plain_torch
 
 # Variables of libraries that are loaded with torch, and look at them once.
 READ_AT_LOADING = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_", "ATEN_", "TORCH_", "PYTORCH_")
 HARMLESS = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")  # scikit-learn sets them, for another OpenMP
 MODULE = "paceline.launch.starter_process"
+READY_STARTER = "PACELINE_STARTER"  # the starter that a run was forked with
 READY = b"ready"
+TRAINER, ON_SERVERS, SERVER = (
+    "paceline.trainer",
+    "paceline.central.replica.opening",
+    "paceline.central.server.server",
+)
+MIRRORED = ("paceline.central.replica.only_tables", "paceline.mirrored.opening")
 ROOM_FOR_COMMANDS = " " * 1024  # what is forked shows its own command line in the place of the starter's
 LONGEST_FORK_S = 10.0
 MOST_MESSAGE = 1 << 17
@@ -53,6 +62,14 @@ class ForkRequest(msgspec.Struct, frozen=True, kw_only=True):
     arguments: list[str]
     environment: dict[str, str]
     descriptors: list[int]  # the numbers that those beyond the three are to have
+
+
+class ReadyStarter(msgspec.Struct, frozen=True, kw_only=True):
+    """A starter that is there already."""
+
+    owner: int  # the one process that may use it: whatever it starts inherits its variables
+    process: int
+    channel: int
 
 
 @dataclass(frozen=True)
@@ -95,24 +112,12 @@ class ColdStart:
 class WarmStart(ColdStart):
     """The starter, as the supervisor sees it."""
 
-    def __init__(self, guard: Guard, modules: Sequence[str], threads: int) -> None:
-        """`modules`: what it loads beside torch. `threads`: of most processes."""
+    def __init__(self, guard: Guard, process: int, channel: socket.socket) -> None:
         self._guard = guard
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process: int | None = process  # None when it has ended
+        self._channel = channel
         self._is_ready = False
-        count = str(threads)
-        environment = {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, PARENT_VARIABLE: str(os.getpid())}
-        with theirs:
-            self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
-                [sys.executable, "-m", MODULE, str(theirs.fileno()), ",".join(modules), ROOM_FOR_COMMANDS],
-                env={**os.environ, **environment, **guard.mark("starter")},
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
-        guard.watch(self._process.pid)
+        guard.watch(process)
 
     def fileno(self) -> int:
         return self._channel.fileno()
@@ -153,25 +158,62 @@ class WarmStart(ColdStart):
         if self._process is not None:
             self._channel.close()
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            self._guard.forget(self._process.pid)
+                os.killpg(self._process, signal.SIGKILL)
+            os.waitpid(self._process, 0)
+            self._guard.forget(self._process)
             self._process = None
 
 
 def open_starter(job: RunJob, guard: Guard, threads: int) -> WarmStart | ColdStart:
     """Returns what starts the processes of a run on this host."""
-    servers = len(job.servers_here)
-    if job.place.rows + servers < 2 or job.module or wants_plain_torch() or not pays_for(job.script):
+    ready = _ready_made(guard)
+    if job.module or wants_plain_torch() or not pays_for(job.script):
+        if ready is not None:
+            ready.close()
         return ColdStart()
-    modules = ["paceline.trainer"]
-    if job.place.strategy.on_servers:
-        modules.append("paceline.central.replica.opening")
-    else:
-        modules += ["paceline.central.replica.only_tables", "paceline.mirrored.opening"]
-    if servers:
-        modules.append("paceline.central.server.server")
-    return WarmStart(guard, modules, threads)
+    if ready is not None:
+        return ready
+    if job.place.rows + len(job.servers_here) < 2:
+        return ColdStart()
+    return _start_anew(guard, modules_of(job.place.strategy), threads)
+
+
+def modules_of(strategy: Strategy) -> list[str]:
+    """Returns what processes of such a run load sooner or later, beside torch."""
+    modules = [TRAINER]
+    modules += [ON_SERVERS] if strategy.on_servers else MIRRORED
+    if strategy.server_processes:
+        modules.append(SERVER)
+    if strategy.split is not None and strategy.split.captures:
+        modules.append(EXPORTER)
+    return modules
+
+
+def _ready_made(guard: Guard) -> WarmStart | None:
+    told = os.environ.pop(READY_STARTER, "")
+    ready = msgspec.json.decode(told, type=ReadyStarter) if told else None
+    if ready is None or ready.owner != os.getpid():
+        return None
+    return WarmStart(guard, ready.process, socket.socket(fileno=ready.channel))
+
+
+def _start_anew(guard: Guard, modules: Sequence[str], threads: int) -> WarmStart:
+    """`modules`: what it loads beside torch. `threads`: of most processes."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    count = str(threads)
+    environment = {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, PARENT_VARIABLE: str(os.getpid())}
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", MODULE, str(theirs.fileno()), ",".join(modules), ROOM_FOR_COMMANDS],
+            env={**os.environ, **environment, **guard.mark("starter")},
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+    process.returncode = 0  # it is waited for by its number
+    return WarmStart(guard, process.pid, ours)
 
 
 def is_read_at_loading(variable: str) -> bool:

@@ -6,6 +6,8 @@ from it can then have threads of its own.
 A forked replica has torch, but its script is to find things as in a new Python. So torch is out of sight until the
 script imports it. Should variables that torch looks at when it is loaded be others by then, the process begins once
 more, as a new Python, whose torch will see them.
+
+A process that has torch already, because many runs are forked from it (`run_template.py`), forks its starter.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ import msgspec
 
 from paceline.launch.quick_start import load_compiler_late
 from paceline.launch.resting_collector import rest_while_loading
-from paceline.launch.starter import MOST_MESSAGE, READY, ForkRequest, is_read_at_loading
-from paceline.launch.with_parent import die_with_parent
+from paceline.launch.starter import MOST_MESSAGE, READY, READY_STARTER, ForkRequest, ReadyStarter, is_read_at_loading
+from paceline.launch.with_parent import PARENT_VARIABLE, die_with_parent
 
 TORCH = "torch"
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _MOST_DESCRIPTORS = 16
 _NAP_S = 0.0002
 
@@ -38,10 +41,41 @@ _NAP_S = 0.0002
 def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     die_with_parent()
+    load(sys.argv[2].split(","))
+    _serve(channel)
+
+
+def load(modules: Sequence[str]) -> None:
+    """Loads torch, and these."""
     load_compiler_late()
     rest_while_loading()
-    for name in (TORCH, *sys.argv[2].split(",")):
+    for name in (TORCH, *modules):
         importlib.import_module(name)
+
+
+def make_ready() -> None:
+    """Has the run that this process is about to become find a starter, if torch here is what its own would be."""
+    loaded = dict(line.partition("=")[::2] for line in Path("/proc/self/environ").read_text().split("\0") if line)
+    if TORCH not in sys.modules or _but_threads(loaded) != _but_threads(os.environ):
+        return
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    owner = os.getpid()
+    if starter := _fork():
+        theirs.close()
+        ready = ReadyStarter(owner=owner, process=starter, channel=ours.detach())
+        os.environ[READY_STARTER] = msgspec.json.encode(ready).decode()
+        return
+    os.setsid()
+    os.environ[PARENT_VARIABLE] = str(owner)
+    die_with_parent()
+    nothing = os.open(os.devnull, os.O_RDWR)
+    _place_descriptors([nothing, nothing, nothing, theirs.detach()], [0, 1, 2, 3])
+    _serve(socket.socket(fileno=3))
+    sys.exit()
+
+
+def _serve(channel: socket.socket) -> None:
+    """Returns in a process that was forked, when it has done what it was to do; and when nobody asks any more."""
     channel.send(READY)
     forked = _fork_on_request(channel)
     if forked is not None:
@@ -86,7 +120,12 @@ def _become(request: ForkRequest, received: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(request.environment)
     sys.argv = [request.module, *request.arguments]
-    _show_command([sys.executable, "-m", *sys.argv])
+    show_command([sys.executable, "-m", *sys.argv])
+    seem_new(request)
+
+
+def seem_new(request: ForkRequest) -> None:
+    """Has this process, just forked, be as a new Python, to the script in its arguments if there is one."""
     torch = sys.modules[TORCH]
     torch.default_generator.seed()  # as those of a new process, which nobody has seeded; Python's own does so by itself
     if "numpy.random" in sys.modules:
@@ -97,7 +136,7 @@ def _become(request: ForkRequest, received: Sequence[int]) -> None:
         sys.meta_path.insert(0, HiddenTorch(request))
 
 
-def _show_command(words: Sequence[str]) -> None:
+def show_command(words: Sequence[str]) -> None:
     """Has `ps` show this command line, as far as there is room for it."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5)
@@ -152,6 +191,11 @@ class HiddenTorch(MetaPathFinder, Loader):
 
 def _read_at_loading(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if is_read_at_loading(name)}
+
+
+def _but_threads(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the same but for how many threads torch has, which can be changed later."""
+    return {name: value for name, value in _read_at_loading(environment).items() if name not in THREADS}
 
 
 if __name__ == "__main__":

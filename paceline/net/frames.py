@@ -7,11 +7,11 @@
     └─────┴─────────┴────────┴────────┴──────────┴──────────┴─────────────────┴─────────────────┴──────────┘
 
 Each part has a checksum of 8 bytes, because TCP's own lets one damaged packet in 65,536 pass; a body has none if it is
-empty, or goes over TLS, which lets nothing pass. Whoever reads a body to its end knows that it is what was sent; before that nothing may be done with it.
-Lengths are bounded, closely so until the other side is `trusted`, and what is allocated follows what has arrived, not
-what was announced. Headers are decoded into fixed schemas (never pickled). A frame that is wrong in any way ends the
-connection: there is no way to find the beginning of the next one. Bodies go straight from and into the memory of
-tensors, a few megabytes at a time, and never through `bytes`.
+empty, or goes over TLS, which lets nothing pass. Whoever reads a body to its end knows that it is what was sent; before
+that nothing may be done with it. Lengths are bounded, closely so until the other side is `trusted`, and what is
+allocated follows what has arrived, not what was announced. Headers are decoded into fixed schemas (never pickled). A
+frame that is wrong in any way ends the connection: there is no way to find the beginning of the next one. Bodies go
+straight from and into the memory of tensors, a few megabytes at a time, and never through `bytes`.
 
 Over TLS (`secure`) a channel is the same; only the socket differs.
 """

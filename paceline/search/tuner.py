@@ -14,7 +14,7 @@ import math
 import selectors
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
@@ -57,6 +57,7 @@ class Search:
     folds: int | None = None
     prune: PrunerName | None = None
     max_restarts: int = 10  # of a run that was killed
+    loads: Sequence[str] = ()  # modules that all trials need, torch's among them
 
 
 class Watcher(Protocol):
@@ -96,7 +97,7 @@ class Tuner:
         self._waiting: deque[tuple[TrialInHand, TrialRun]] = deque()
         self._slots: dict[TrialRun, int] = {}  # of those that run
         self._owner: dict[TrialRun, TrialInHand] = {}
-        self._template = RunTemplate()
+        self._template = RunTemplate(search.loads)
         self._selector = selectors.DefaultSelector()
         self._began_at, self._seconds_before = time.monotonic(), folder.seconds
         self._clock_written_at = 0.0

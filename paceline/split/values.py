@@ -26,6 +26,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     mesh: dict[str, int]
     layout: dict[str, str]
 
+    captures: ClassVar[bool] = True  # a graph of the model, always
+
     def __post_init__(self) -> None:
         for axis, size in self.mesh.items():
             if size < 1:
@@ -76,6 +78,7 @@ class Stages(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cut_at: tuple[str, ...] = ()  # modules at which a new stage begins; none: by measured cost
 
     parts_of_batch: ClassVar[None] = None
+    captures: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for field, value in (("stages", self.stages), ("micro-batches", self.micro_batches)):
@@ -110,6 +113,7 @@ class Tiles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     columns: int = 1
 
     parts_of_batch: ClassVar[None] = None
+    captures: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.columns < 1:
@@ -136,6 +140,7 @@ class Wavefront(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     time_block: int = 8
 
     parts_of_batch: ClassVar[None] = None
+    captures: ClassVar[bool] = False  # but of cells in a loop
 
     def __post_init__(self) -> None:
         if self.parts < 1:
