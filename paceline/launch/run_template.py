@@ -56,18 +56,13 @@ class ForkedRun:
 
     def wait(self, timeout_s: float | None = None) -> int | None:
         """Returns its exit code, or minus a signal, if it ends within that time."""
-        if self._code is None and self._has_ended(timeout_s):
-            told = os.read(self.ended, 64)
-            # Without a word the template was killed, and the run with it.
+        if self._code is None and _is_readable(self.ended, timeout_s):
+            if not (told := os.read(self.ended, 64)):  # the template was killed, and so is the run
+                _is_readable(self._pidfd, None)
             self._code = int(told) if told else -signal.SIGKILL
             os.close(self._pidfd)
             os.close(self.ended)
         return self._code
-
-    def _has_ended(self, timeout_s: float | None) -> bool:
-        waiting = select.poll()
-        waiting.register(self.ended, select.POLLIN)
-        return bool(waiting.poll(None if timeout_s is None else 1000 * timeout_s))
 
     def send(self, number: signal.Signals) -> None:
         """Sends it a signal, unless it has ended."""
@@ -134,3 +129,9 @@ class RunTemplate:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+
+def _is_readable(descriptor: int, timeout_s: float | None) -> bool:
+    waiting = select.poll()
+    waiting.register(descriptor, select.POLLIN)
+    return bool(waiting.poll(None if timeout_s is None else 1000 * timeout_s))

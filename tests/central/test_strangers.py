@@ -71,7 +71,10 @@ STRANGERS: dict[str, tuple[bytes, str]] = {
     "a request instead of a proof": (hello() + request(requests.Containers()), "is not a proof"),
     "another version of Paceline": (hello(version="0.0.1"), f"this server runs Paceline {__version__}"),
     "a version for the terminal": (hello(version="9\x1b[2J\n"), r"and the client 9\x1b[2J\n: use"),
-    "another version of the protocol": (raw_frame(b"", version=PROTOCOL + 1), "speaks version 3 of the protocol"),
+    "another version of the protocol": (
+        raw_frame(b"", version=PROTOCOL + 1),
+        f"speaks version {PROTOCOL + 1} of the protocol",
+    ),
     "garbage": (os.urandom(64), "not a frame of this protocol"),
     "a browser": (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "not a frame of this protocol"),
     "half a frame": (hello()[:20], "has gone"),
@@ -213,7 +216,10 @@ def test_a_peer_of_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> 
             connection = Connection(
                 f"127.0.0.1:{listener.getsockname()[1]}", token="", keys=None, who="x", name="server 0", timeout_s=5
             )
-            with pytest.raises(SecurityError, match=r"speaks version 3 of the protocol and this one 2; use the same"):
+            with pytest.raises(
+                SecurityError,
+                match=f"speaks version {PROTOCOL + 1} of the protocol and this one {PROTOCOL}; use the same",
+            ):
                 connection.call(requests.Containers(), replies.Listed)
             thread.join()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -56,6 +57,14 @@ def look(first: str = "", *, epochs: int = 1, waits: bool = False) -> str:
 
 def is_forked(run: Run, replica: int) -> bool:
     return bool(run.told("told", replica)["forked"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cold() -> Iterator[None]:
+    """These runs make their own starters."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PACELINE_TESTS_COLD", "1")
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +136,9 @@ def test_a_run_goes_on_without_its_starter(start: Start) -> None:
     )
     starter.kill()
     os.kill(max(members), signal.SIGKILL)
+    while not run.count("restarted"):
+        assert time.monotonic() < end
+        time.sleep(0.01)
     (run.folder / "go").touch()
     run.fine()
     assert run.all_told("trained") == [8]

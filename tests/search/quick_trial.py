@@ -38,7 +38,8 @@ def main() -> None:
     done = int(state.read_text()) if state.exists() else 0
     with (trial.folder / "starts.txt").open("a") as file:
         file.write(f"{done}\n")
-    for step in range(done + 1, options.steps + 1):
+    # What was told last may have been lost with its supervisor: it is told again, as by an evaluation after a resume.
+    for step in range(max(done, 1), options.steps + 1):
         time.sleep(options.pause)
         if options.x > options.fails_above:
             raise RuntimeError("x is too large")

@@ -178,10 +178,10 @@ def test_a_killed_search_goes_on_and_finds_the_same(search: TuneRun, tmp_path: P
 def test_a_killed_trial_is_started_again_and_its_search_goes_on(search: TuneRun, tmp_path: Path) -> None:
     run = TuneRun(tmp_path, QUICK, FLAGS, "--holds 0")
     wait_until((tmp_path / "out/trial-0000/state.txt").exists, "trial 0 has saved")
-    for process in trial_processes(tmp_path):
-        with suppress(psutil.Error):  # one that ended with the one before it
-            if is_replica(process) and "trial-0000" in process.environ()["PACELINE_TRIAL"]:
-                process.kill()
+    (events,) = tmp_path.glob("out/trial-0000/run-*/events.jsonl")
+    for event in map(json.loads, events.read_text().splitlines()):
+        if event["event"] == "started":
+            psutil.Process(event["pid"]).kill()
     run.fine()
     assert results(run) == results(search)
     (killed,) = (one for one in run.trials if one["number"] == 0)
