@@ -4,51 +4,15 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Run
+from conftest import MAIN, Run
 
-
-@dataclass(frozen=True)
-class Ended:
-    """What a command has come to."""
-
-    code: int
-    out: str
-    err: str
-
-
-Verify = Callable[[str, str], Ended]
-
-# One command after another, each in the folder that it is given, with its output in files there.
-COMMANDS = """
-import json, os, sys
-from paceline.cli import main
-
-for line in sys.stdin:
-    folder, arguments = json.loads(line)
-    os.chdir(folder)
-    before = [os.dup(number) for number in (1, 2)]
-    for number, name in ((1, "out"), (2, "err")):
-        file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(file, number)
-        os.close(file)
-    try:
-        code = main(arguments)
-    except SystemExit as ended:
-        code = ended.code
-    for stream, was in zip((sys.stdout, sys.stderr), before):
-        stream.flush()
-        os.dup2(was, stream.fileno())
-        os.close(was)
-    print(json.dumps(code), flush=True)
-"""
+Verify = Callable[[str, str], Run]
 
 SCRIPT = """
 import torch
@@ -123,29 +87,13 @@ for batch in trainer.batches(tokens, 10, epochs=4, seed=0):
 """
 
 
-@pytest.fixture(scope="module")
-def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
-    """The process that all commands are typed in: to compare, it loads torch, once instead of each time."""
-    process = Run(tmp_path_factory.mktemp("commands"), sys.executable, "-c", COMMANDS, stdin=subprocess.PIPE).process
-    yield process
-    try:
-        process.communicate(timeout=30)
-    finally:
-        process.kill()
-
-
 @pytest.fixture
-def verify(tmp_path: Path, commands: subprocess.Popen[str]) -> Verify:
+def verify(tmp_path: Path) -> Verify:
     """`verify(script, "--replicas 2")`, ended."""
 
-    def verify(script: str, flags: str) -> Ended:
+    def verify(script: str, flags: str) -> Run:
         (tmp_path / "train.py").write_text(script)
-        assert commands.stdin is not None
-        assert commands.stdout is not None
-        commands.stdin.write(json.dumps([str(tmp_path), ["verify", "train.py", *shlex.split(flags)]]) + "\n")
-        commands.stdin.flush()
-        code = json.loads(commands.stdout.readline())
-        return Ended(code, *((tmp_path / name).read_text() for name in ("out", "err")))
+        return Run(tmp_path, sys.executable, "-c", MAIN, "verify", "train.py", *shlex.split(flags)).end()
 
     return verify
 
@@ -154,7 +102,7 @@ def script(**other: str) -> str:
     return SCRIPT.format(**(PLAIN | other))
 
 
-def verdict_of(run: Ended) -> dict[str, Any]:
+def verdict_of(run: Run) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(run.out.splitlines()[-1])
     return found
 
