@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from paceline.serve.template import Template
 from paceline.serve.version_processes import VersionProcess, VersionProcesses
 from paceline.serve.version_source import VersionSource
 
+AWAKE_S = 0.001  # that an answer is looked for, instead of waited for, if it takes no longer
 STUCK_S = 60.0  # that a process may be at one batch, beyond ten deadlines, before it is killed
 
 
@@ -196,6 +198,17 @@ class ModelPool:
                 self.metrics.queue_seconds.observe(now - pending.arrived)
             self.metrics.batch_requests.observe(len(batch))
             self.metrics.batch_rows.observe(max(1, sum(asked.rows for asked in batch)))
+            if len(self._pending) == 1 and self.queue.alone_s(batch[0]) < AWAKE_S:
+                asyncio.get_running_loop().call_soon(self._stay_awake, name, now + AWAKE_S)
+
+    def _stay_awake(self, name: str, until: float) -> None:
+        """Looks for the answer to the only request, which will be there sooner than this process could fall asleep and
+        be woken; between two looks others have their turn."""
+        if len(self._pending) == 1 and name in self._processes.by_name and self.queue.running.get(name):
+            self._heard(name)
+            if len(self._pending) == 1 and time.monotonic() < until:
+                os.sched_yield()
+                asyncio.get_running_loop().call_soon(self._stay_awake, name, until)
 
     # ── what processes say ───────────────────────────────────────────────────────────────────────────────────
 

@@ -157,6 +157,8 @@ def _templates(settings: ServeSettings) -> list[Template]:
 def _model(settings: ServeSettings, templates: Sequence[Template]) -> ServedModel:
     """Returns what answers: a pool of processes, or of an ensemble one for each member, which share the cores."""
     cores, count, metrics = allowed_cores(), len(templates) * settings.replicas, ServingMetrics()
+    if count < len(cores):  # each has one thread: one core can be left to this process, which is in every request's way
+        cores = cores[1:]
     pads = [spec.name for spec in settings.inputs if settings.pad and ANY in spec.shape[1:]]
 
     def pool(at: int, source: VersionSource) -> ModelPool:
