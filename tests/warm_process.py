@@ -60,7 +60,7 @@ class WarmProcesses:
     def __init__(self, environment: Mapping[str, str]) -> None:
         """`environment`: that of most of them."""
         self._known = dict(environment)
-        loads = [TRAINER, ON_SERVERS, SERVER, *MIRRORED]
+        loads = [TRAINER, ON_SERVERS, SERVER, *MIRRORED, "quick_end"]
         self._whole = RunTemplate(loads, environment=self._known)
         self._cut = RunTemplate([*loads, EXPORTER], environment=self._known)
 

@@ -16,6 +16,8 @@ import pytest
 
 from paceline.launch.run_template import RunTemplate
 from paceline.launch.started_run import StartedRun
+from paceline.launch.starter import modules_of
+from paceline.strategy import Mirrored
 
 SCRIPT = """
 import json, os, sys, time
@@ -115,3 +117,53 @@ def test_runs_and_template_die_with_their_owner(tmp_path: Path) -> None:
         owner.wait()
     _, alive = psutil.wait_procs(family, LONG_S)
     assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
+
+
+LOOK = """
+import json, os, sys
+before = "torch" in sys.modules
+import torch
+import paceline as pl
+print(json.dumps({"before": before, "seed": torch.initial_seed(), "threads": torch.get_num_threads(),
+                  "found": torch.__spec__.origin == torch.__file__, "leads": os.getsid(0) == os.getpid(),
+                  "loaded": b"paceline.trainer" in open("/proc/self/cmdline", "rb").read(),
+                  "command": sys.argv, "folder": os.getcwd(), "starter": os.environ.get("PACELINE_STARTER")}))
+"""
+
+
+def test_runs_of_a_template_that_has_torch_find_what_they_would_find_in_a_new_python(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(LOOK)
+    (tmp_path / "sets.py").write_text("import os\nos.environ['OMP_PLACES'] = 'cores'\n" + LOOK)
+    template = RunTemplate(modules_of(Mirrored()))
+    found = []
+    for name, script in (("a", "script.py"), ("b", "script.py"), ("c", "sets.py")):
+        words = ["run", "--quiet", "--run-folder", str(tmp_path / name), str(tmp_path / script), "--", "--x", "1"]
+        assert StartedRun(words, tmp_path / f"{name}.out", template=template).wait(LONG_S) == 0
+        found.append(json.loads((tmp_path / f"{name}.out").read_text()))
+    template.close()
+    for one in found:
+        assert not one["before"], "torch is loaded when the script asks for it, as far as that can tell"
+        assert one["found"]
+        assert one["leads"]
+        assert one["threads"] == len(os.sched_getaffinity(0))
+        assert one["command"][1:] == ["--x", "1"]
+        assert one["folder"] == os.getcwd()
+        assert one["starter"] is None
+    assert found[0]["seed"] != found[1]["seed"], "as two processes that nobody has seeded"
+
+
+def test_torch_is_not_handed_on_where_it_would_have_been_loaded_otherwise(tmp_path: Path) -> None:
+    """A variable that torch reads when it is loaded is this run's own: its replicas are new Pythons."""
+    (tmp_path / "script.py").write_text("import os, time\nbegan = time.process_time()\nimport torch\n" + LOADING)
+    template = RunTemplate(modules_of(Mirrored()))
+    seconds = {}
+    for name, environment in (("same", {}), ("other", {"OMP_WAIT_POLICY": "passive"})):
+        words = ["run", "--quiet", "--run-folder", str(tmp_path / name), str(tmp_path / "script.py")]
+        run = StartedRun(words, tmp_path / f"{name}.out", template=template, environment=environment)
+        assert run.wait(LONG_S) == 0
+        seconds[name] = float((tmp_path / f"{name}.out").read_text())
+    template.close()
+    assert seconds["same"] < seconds["other"] / 4
+
+
+LOADING = "print(time.process_time() - began)\n"
