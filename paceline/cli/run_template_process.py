@@ -125,7 +125,8 @@ def become(request: RunRequest) -> int:
     code = main()
     if starter_process.TORCH in sys.modules:  # which Python would take to pieces
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+            with contextlib.suppress(OSError):  # nobody reads it
+                stream.flush()
         os._exit(code)
     return code
 

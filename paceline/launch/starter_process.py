@@ -55,7 +55,8 @@ def load(modules: Sequence[str]) -> None:
 
 def make_ready() -> None:
     """Has the run that this process is about to become find a starter, if torch here is what its own would be."""
-    loaded = dict(line.partition("=")[::2] for line in Path("/proc/self/environ").read_text().split("\0") if line)
+    lines = os.fsdecode(Path("/proc/self/environ").read_bytes()).split("\0")  # as it was when torch was loaded
+    loaded = dict(line.partition("=")[::2] for line in lines if line)
     if TORCH not in sys.modules or _but_threads(loaded) != _but_threads(os.environ):
         return
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
