@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -80,7 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     load = OtherLoad()
     with _checked_out(options.revision) as before:
         old, new = Tree(before, names), Tree(HERE, names)
-        figures: dict[str, list[tuple[float, float]]] = {name: [] for name in new.contestants if name in old.contestants}
+        wanted = [name for name in new.contestants if name in old.contestants and options.only in name]
+        figures: dict[str, list[tuple[float, float]]] = {name: [] for name in wanted}
         for turn in range(options.rounds):
             for name, given in figures.items():
                 order = (old, new) if turn % 2 == 0 else (new, old)
@@ -120,6 +122,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("revision", help="what git calls the earlier tree")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"benchmarks, default {' '.join(NAMES)}")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns of each, default 5")
+    parser.add_argument("--only", default="", metavar="TEXT", help="of these, what has this in its name")
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
@@ -172,4 +175,6 @@ def _shown(show: Callable[[Any], str]) -> str:
 
 
 if __name__ == "__main__":
+    # Also when it is told to end, it takes its tree away.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

@@ -38,6 +38,7 @@ MOST_HEADER_BYTES = 16 << 20
 MOST_STRANGERS_HEADER_BYTES = 64 << 10  # before the other side has shown who it is
 MOST_BODY_BYTES = 1 << 38
 SLICE_BYTES = 4 << 20  # as fast as all at once; 1 MB is 5 % slower, 256 KB 15 %
+RECEIVED_AT_ONCE_BYTES = 512 << 10  # so that what is summed up is still in the core's own cache
 SMALL_BYTES = 64 << 10  # a frame up to this size leaves in one piece: one system call, one packet, one TLS record
 MOST_QUOTED = 200
 _PRELUDE = struct.Struct("<3sBIQQ")
@@ -262,7 +263,7 @@ class Channel(Generic[Header]):
             if limit.timeout_s is not None:
                 connection.settimeout(limit.left())
             try:
-                count = connection.recv_into(into[filled : filled + SLICE_BYTES])
+                count = connection.recv_into(into[filled : filled + RECEIVED_AT_ONCE_BYTES])
             except (BlockingIOError, ssl.SSLWantReadError, TimeoutError) as error:
                 # Another thread sends with a time limit at this moment, and such a limit is the whole socket's.
                 if isinstance(error, TimeoutError) and (limit.timeout_s is not None or error.errno is not None):
