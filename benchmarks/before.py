@@ -1,8 +1,8 @@
 """`python -m benchmarks.before REVISION`: this tree and an earlier one, in turns, on the benchmarks of both.
 
-A change that should cost nothing is shown here to cost nothing. Each tree has a process that knows its own benchmarks and
-its own Paceline, and is asked for one figure at a time: old, new, new, old …, so that neither is always the one who comes
-second. Peers are left out: they are the same in both.
+A change that should cost nothing is shown here to cost nothing. Each tree has a process that knows its own benchmarks
+and its own Paceline, and is asked for one figure at a time: old, new, new, old …, so that neither is always the one who
+comes second. Peers are left out: they are the same in both.
 """
 
 from __future__ import annotations
