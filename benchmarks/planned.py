@@ -4,7 +4,8 @@
     python -m benchmarks.planned --seconds 200   as much of it as fits; goes on where it was stopped
     python -m benchmarks.planned --report      the table again, from what was measured
 
-A model is profiled right before it is measured, since this machine is not equally fast all the time.
+A model is profiled right before it is measured, since this machine is not equally fast all the time; and a yardstick is
+laid beside everything, so that what the machine has changed meanwhile can be told from what was predicted wrongly.
 
 What was measured is in docs/planned.json: profiles, and the steps of every run. Predictions are made anew from the
 profiles and the calibration whenever the table is written.
@@ -21,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.far_server import on_far_server
+from benchmarks.yardstick import Yardstick
 from paceline.errors import LaunchError
 from paceline.launch.emulate import check_permission
 from paceline.plan.calibrate import calibrate
@@ -44,6 +46,7 @@ MOST_WITH_SERVER = 5
 MODELS = ("mlp", "gpt", "small", "wide", "conv", "images", "lstm", ASLEEP, ON_SERVERS)
 MOST_HOSTS = 8
 REGRET = 0.05
+CALIBRATED = "calibration"
 ENOUGH_S = 2.5
 STEPS = 60
 TRIES = 3
@@ -59,6 +62,7 @@ class Measured(msgspec.Struct, frozen=True):
     low: float
     high: float
     when: str
+    yardstick_s: float = 0.0  # beside it; 0: none was laid
 
 
 class State(msgspec.Struct, kw_only=True):
@@ -68,6 +72,7 @@ class State(msgspec.Struct, kw_only=True):
     profiles: dict[str, Profile] = {}
     measured: dict[str, dict[str, Measured]] = {}
     failed: dict[str, str] = {}
+    yardstick_s: dict[str, float] = {}  # beside profiles, by model, and beside the calibration
 
 
 # ── what is compared ─────────────────────────────────────────────────────────────────────────────────────────
@@ -155,11 +160,13 @@ def combinations(state: State) -> list[tuple[str, str, Cluster, Way]]:
 # ── measuring ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def measure(state: State, path: Path, until: float, only: Sequence[str]) -> None:
+def measure(state: State, path: Path, until: float, only: Sequence[str], yardstick: Yardstick) -> None:
     """Measures what is missing, until it is time."""
     if state.calibration is None:
         print("calibrating", flush=True)
+        before = yardstick.seconds()
         state.calibration = calibrate(lambda *_: None)
+        state.yardstick_s[CALIBRATED] = (before + yardstick.seconds()) / 2
         save(state, path)
     try:
         check_permission()
@@ -168,10 +175,10 @@ def measure(state: State, path: Path, until: float, only: Sequence[str]) -> None
         root = False
     for model in MODELS:
         if not only or model in only:
-            _measure_model(model, state, path, until, root)
+            _measure_model(model, state, path, until, root, yardstick)
 
 
-def _measure_model(model: str, state: State, path: Path, until: float, root: bool) -> None:
+def _measure_model(model: str, state: State, path: Path, until: float, root: bool, yardstick: Yardstick) -> None:
     """Profiles a model if something of it is missing, and measures that."""
     assert state.calibration is not None
 
@@ -188,8 +195,9 @@ def _measure_model(model: str, state: State, path: Path, until: float, root: boo
         return
     if model not in state.profiles or any(cluster.hosts == 1 for _, cluster, _ in missing()):
         print(f"profiling {model}", flush=True)
-        mailbox_s = state.calibration.mailbox_s
+        mailbox_s, before = state.calibration.mailbox_s, yardstick.seconds()
         state.profiles[model] = profile_script(SCRIPT, [model], CORES, [CORES], mailbox_s=mailbox_s)
+        state.yardstick_s[model] = (before + yardstick.seconds()) / 2
         # What was measured beside another profile is measured again, but for what a link has decided.
         known = state.measured.get(model, {})
         state.measured[model] = {name: found for name, found in known.items() if " hosts " in name}
@@ -200,6 +208,7 @@ def _measure_model(model: str, state: State, path: Path, until: float, root: boo
         plan = way(StepPredictor(state.profiles[model], state.calibration, cluster))
         if plan is None:
             continue
+        before = yardstick.seconds()
         if model == ON_SERVERS:
             checked = on_far_server(plan, SCRIPT, [model], str(cluster.link))
         else:
@@ -209,7 +218,9 @@ def _measure_model(model: str, state: State, path: Path, until: float, root: boo
             print(f"{model}, {name}: failed, {checked.why_not}", flush=True)
         else:
             now = time.strftime("%Y-%m-%d %H:%M")
-            state.measured.setdefault(model, {})[name] = Measured(checked.seconds, checked.low, checked.high, now)
+            laid = (before + yardstick.seconds()) / 2
+            found = Measured(checked.seconds, checked.low, checked.high, now, laid)
+            state.measured.setdefault(model, {})[name] = found
             off = plan.step.seconds / checked.seconds - 1
             print(
                 f"{model}, {name}: {1000 * checked.seconds:.2f} ms, predicted {1000 * plan.step.seconds:.2f} "
@@ -245,7 +256,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = options.out / "planned.json"
     state = msgspec.json.decode(path.read_bytes(), type=State) if path.exists() else State()
     if not options.report:
-        measure(state, path, time.monotonic() + options.seconds, options.models)
+        yardstick = Yardstick()
+        measure(state, path, time.monotonic() + options.seconds, options.models, yardstick)
+        yardstick.close()
     if any(state.measured.values()):
         from benchmarks.planned_page import write_page  # which is made of what is here
 

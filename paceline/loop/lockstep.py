@@ -8,6 +8,7 @@ tries the step again, and `ReplicaBatch.compute` is given another share.
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -98,7 +99,7 @@ class LedgerSamples:
         """Nothing was taken from anybody."""
 
 
-class LockstepEngine:
+class LockstepEngine(ABC):
     """What engines have in common whose replicas all take the same steps."""
 
     model: nn.Module
@@ -157,11 +158,11 @@ class LockstepEngine:
         """Returns the sum over all members of what `compute` returns (a small float64 vector)."""
         return compute(BatchShare(0, 1))
 
-    def model_state(self) -> dict[str, torch.Tensor]:
-        raise NotImplementedError
+    @abstractmethod
+    def model_state(self) -> dict[str, torch.Tensor]: ...
 
-    def optimizer_state(self) -> StateByName:
-        raise NotImplementedError
+    @abstractmethod
+    def optimizer_state(self) -> StateByName: ...
 
     def kept_by_hosts(self) -> dict[str, torch.Tensor]:
         return {}
