@@ -43,10 +43,10 @@ class Contestants(Exception):
 class Tree:
     """The process of one tree."""
 
-    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+    def __init__(self, folder: Path, names: Sequence[str], scale: str) -> None:
         environment = {**os.environ, "PYTHONPATH": str(folder)}
         # This file, not the tree's own: the old one may not have it.
-        command = [sys.executable, __file__, "--answer", *names]
+        command = [sys.executable, __file__, "--answer", scale, *names]
         self._process = subprocess.Popen(
             command, cwd=folder, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -75,12 +75,13 @@ class Tree:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     if options.answer:
-        return _answer([options.revision, *options.names])
+        return _answer(options.revision, options.names)
     console = Console(highlight=False)
     names = options.names or NAMES
     load = OtherLoad()
     with _checked_out(options.revision) as before:
-        old, new = Tree(before, names), Tree(HERE, names)
+        scale = "quick" if options.quick else "full"
+        old, new = Tree(before, names, scale), Tree(HERE, names, scale)
         wanted = [name for name in new.contestants if name in old.contestants and options.only in name]
         figures: dict[str, list[tuple[float, float]]] = {name: [] for name in wanted}
         for turn in range(options.rounds):
@@ -122,6 +123,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("revision", help="what git calls the earlier tree")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"benchmarks, default {' '.join(NAMES)}")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns of each, default 5")
+    parser.add_argument("--quick", action="store_true", help="small sizes: a look, not a measurement")
     parser.add_argument("--only", default="", metavar="TEXT", help="of these, what has this in its name")
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -142,7 +144,7 @@ def _checked_out(revision: str) -> Iterator[Path]:
 # ── a tree's process ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _answer(names: Sequence[str]) -> int:
+def _answer(scale: str, names: Sequence[str]) -> int:
     """Say what this tree's benchmarks run, then run what is asked for, a line each."""
     from benchmarks import measure
 
@@ -154,7 +156,7 @@ def _answer(names: Sequence[str]) -> int:
     units: dict[str, str] = {}
     for name in names:
         try:
-            importlib.import_module(f"benchmarks.{name}").run(measure.Setting("full", 1, lambda line: None))
+            importlib.import_module(f"benchmarks.{name}").run(measure.Setting(scale, 1, lambda line: None))
         except Contestants as caught:
             for contestant, start in caught.runs.items():
                 if any(ours in contestant for ours in OURS):

@@ -19,7 +19,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import __main__ as command
-from benchmarks import load, memory, peers, processes, report, servers, sparse, staleness, straggler
+from benchmarks import (
+    before,
+    load,
+    memory,
+    peers,
+    planned,
+    planned_page,
+    processes,
+    report,
+    servers,
+    sparse,
+    staleness,
+    straggler,
+)
 from benchmarks.machine import Machine, this_machine
 from benchmarks.measure import (
     Claim,
@@ -38,8 +51,11 @@ from benchmarks.measure import (
 )
 from benchmarks.plot import draw, draw_curves
 from benchmarks.training import Training, read_marks
+from benchmarks.yardstick import Yardstick
 from paceline.errors import InvalidInput
 from paceline.launch.cores import allowed_cores, share_of_cores
+from paceline.plan.predict import StepPredictor
+from tests.plan.made_up import calibration, profile
 
 MACHINE = Machine(processor="Abacus", cores=2, memory_gib=1, system="Linux 6", python="3.11", torch="2.13")
 
@@ -492,3 +508,44 @@ def test_it_runs(name: str) -> None:
     assert all(len(claim.rounds) == 1 for claim in found.claims)
     assert all(len(series.rounds) == 1 for series in found.series)
     assert all(series.rounds[0] > 0 for series in found.series if series.unit != "MB")
+
+
+# ── this tree and an earlier one ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_faster_is_above_one_whatever_the_unit() -> None:
+    given = [(100.0, 50.0), (100.0, 100.0), (100.0, 80.0)]
+    assert before._row("ms", given)[3:] == ("1.250 (1.00 – 2.00)", "2.000", "yes")
+    assert before._row("steps/s", given)[3:] == ("0.800 (0.50 – 1.00)", "1.000", "no")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_both_trees_are_measured_and_nothing_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+    trees = subprocess.run(["git", "worktree", "list"], capture_output=True, text=True, check=True).stdout
+    assert before.main(["HEAD", "allreduce", "--quick", "--rounds", "1", "--only", "4 KB"]) == 0
+    assert "allreduce: 4 KB" in capsys.readouterr().out
+    assert subprocess.run(["git", "worktree", "list"], capture_output=True, text=True, check=True).stdout == trees
+
+
+# ── planned ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_yardstick_tells_a_time_whenever_it_is_asked() -> None:
+    yardstick = Yardstick()
+    try:
+        assert all(0 < yardstick.seconds() < 10 for _ in range(2))
+    finally:
+        yardstick.close()
+
+
+def test_at_equal_speed_only_what_a_link_takes_stays_as_long() -> None:
+    state = planned.State(
+        calibration=calibration(), profiles={"mlp": profile()}, yardstick_s={"mlp": 1.0, planned.CALIBRATED: 1.0}
+    )
+    twice_as_slow = planned.Measured(1.0, 1.0, 1.0, "now", yardstick_s=2.0)
+    here = StepPredictor(profile(), calibration(), planned.here(calibration())).mirrored(2)
+    assert planned_page._factor(state, "mlp", here, twice_as_slow) == pytest.approx(2.0)
+    hosts = StepPredictor(profile(), calibration(), planned.emulated(2, "100mbit", calibration())).mirrored(2, 2)
+    assert 1.0 < planned_page._factor(state, "mlp", hosts, twice_as_slow) < 2.0
+    assert planned_page._factor(state, "mlp", here, planned.Measured(1.0, 1.0, 1.0, "before")) == 1.0
