@@ -101,14 +101,18 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     def accelerator(self) -> str:
         """The device of torch's for this replica, such as cuda:1: one of those that were given, or this host's in turn;
         cpu, if it has none."""
+        return self.accelerator_of(self.row)
+
+    def accelerator_of(self, number: int) -> str:
+        """The device of the replica with that number on this host."""
         if self.accelerators:
-            return self.accelerators[self.row % len(self.accelerators)]
+            return self.accelerators[number % len(self.accelerators)]
         import torch  # whoever asks has it
 
         if not torch.accelerator.is_available():
             return "cpu"
         found, count = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
-        return f"{found.type}:{self.row % count}" if found is not None else "cpu"
+        return f"{found.type}:{number % count}" if found is not None else "cpu"
 
     @property
     def rank(self) -> int:

@@ -152,7 +152,8 @@ class Mirrored(_Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True,
 class Centralized(_Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="centralized"):
     """Parameters on servers, which update them as the rule says; replicas only compute.
 
-    `exchange`: shared memory with servers of the same host; tcp: with none.
+    `exchange`: shared memory with servers of the same host; tcp: with none. `servers=0`, with `in_graph`: the process
+    of the replicas has the parameters too.
 
     >>> Centralized(replicas=20, servers=2, rule=Sync(accept=18)).flags()
     ['--replicas', '20', '--servers', '2', '--accept', '18']
@@ -171,12 +172,15 @@ class Centralized(_Strategy, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_whole("servers", self.servers, 1, MOST_SERVERS)
+        _check_whole("servers", self.servers, 0 if self.in_graph else 1, MOST_SERVERS)
         if self.wire not in WIRES:
             expected = f"what it owes would not be in checkpoints of servers so far, give one of {', '.join(WIRES)}"
             raise StrategyError("wire", self.wire, expected)
         self.rule.check_replicas(self.replicas)
         one_of("durability", self.durability, DURABILITIES)
+        if self.durable and not self.servers:
+            expected = "what the one process has ends with it, give --servers 1 or more, or leave it out"
+            raise StrategyError("durability", self.durability, expected)
         if self.durability == "replica" and self.servers < 2:
             raise StrategyError("durability", "replica", "it needs another server, give --servers 2 or more, or log")
         _check_whole("warmup-steps", self.warmup_steps, 0)
@@ -203,7 +207,8 @@ class Centralized(_Strategy, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """What `paceline run` is given to have this strategy."""
         own = {"durability": "--durability", "warmup_steps": "--warmup-steps", "warmup_epochs": "--warmup-epochs"}
         in_graph = ["--in-graph"] if self.in_graph else []
-        flags = [*self._common_flags(), "--servers", str(self.servers), *self.rule.flags()]
+        servers = ["--servers", str(self.servers)] if self.servers else []
+        flags = [*self._common_flags(), *servers, *self.rule.flags()]
         return [*flags, *_given(self, own), *in_graph]
 
 

@@ -193,7 +193,8 @@ class Trainer:
         asked = settle_data(DataSettings(dataset, batch_size, shuffle, drop_last, collate, workers))
         if asked.batch_size is None:
             raise DataError("batch_size", None, "give the number of samples of an update, or a DataLoader that has one")
-        if isinstance(asked.batch_size, int) and asked.batch_size < self.replicas and self._place.servers is None:
+        in_step = self._place.servers is None and not self._place.strategy.on_servers
+        if isinstance(asked.batch_size, int) and asked.batch_size < self.replicas and in_step:
             raise DataError(
                 "batch_size", asked.batch_size, f"give at least one sample for each of the {self.replicas} replicas"
             )

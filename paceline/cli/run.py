@@ -219,7 +219,12 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--durability", metavar="HOW", help="what a killed server comes back from: none, log (a file), replica (a peer)"
     )
-    group.add_argument("--in-graph", action="store_true", default=None, help="all replicas as threads of one process")
+    group.add_argument(
+        "--in-graph",
+        action="store_true",
+        default=None,
+        help="all replicas as threads of one process, which without --servers has the parameters too",
+    )
 
 
 # ── doing it ─────────────────────────────────────────────────────────────────────────────────────────────────

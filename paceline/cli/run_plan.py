@@ -383,13 +383,13 @@ def _strategy(given: Mapping[str, Any], replicas: int, split: Split | None) -> S
             raise StrategyError("only", given["only"], "a cut model has no tables on servers so far, leave it out")
         refuse(given, (*_OF_SERVERS, "join"), "with --only sparse replicas are mirrored, leave it out")
         return Mirrored(replicas=replicas, table_servers=given["servers"], **common, **mirrored)
-    if "servers" not in given and "join" not in given:
+    if not {"servers", "join", "in_graph"} & given.keys():
         refuse(given, _OF_SERVERS, "it needs servers, give --servers 1 or more")
         return Mirrored(replicas=replicas, split=split, **common, **mirrored)
     refuse(given, LOCAL_STEPS, "with servers replicas push at each step, leave it out")
     if given.get("batchnorm", "local") != "local":
         raise StrategyError("batchnorm", given["batchnorm"], "with servers statistics are local, leave it out")
-    servers = len(addresses("join", given["join"])) if "join" in given else given["servers"]
+    servers = len(addresses("join", given["join"])) if "join" in given else given.get("servers", 0)
     own = {name: given[name] for name in _OF_SERVERS if name in given and name not in _OF_RULES}
     return Centralized(replicas=replicas, servers=servers, rule=_rule(given), split=split, **common, **own)
 
@@ -405,9 +405,6 @@ def _devices(given: Mapping[str, Any], strategy: Strategy) -> str | None:
             raise StrategyError("devices", text, f"{device!r} is no device of torch's, give such as cuda:0,cuda:1")
     if strategy.split is not None:
         raise StrategyError("devices", text, "a model that is cut is computed by processes on cores, leave it out")
-    if strategy.in_graph:
-        expected = "replicas that are threads compute on the cores of one process so far, leave out --in-graph"
-        raise StrategyError("devices", text, expected)
     return ",".join(named)
 
 

@@ -39,6 +39,11 @@ def _one_process(plan: RunPlan) -> bool:
     return plan.strategy.processes == 1 and plan.strategy.server_processes == 0
 
 
+def _nobody_waits(plan: RunPlan) -> bool:
+    """Also threads of one process wait for one another."""
+    return _one_process(plan) and plan.strategy.replicas == 1
+
+
 def _one_replica(plan: RunPlan) -> bool:
     """Also not one of several runs that train the same container."""
     return plan.strategy.replicas == 1 and plan.join is None
@@ -55,8 +60,8 @@ _TABLE: tuple[tuple[str, Condition, str], ...] = (
     ("outer_lr", _no_local_steps, "hosts make no steps by themselves"),
     ("batchnorm", lambda plan: plan.strategy.replicas == 1, "there is one replica"),
     ("batchnorm", lambda plan: plan.strategy.on_servers, "with servers each replica has its own statistics"),
-    ("exchange", _one_process, "there is one process"),
-    ("timeout_s", _one_process, "one process waits for nobody"),
+    ("exchange", _nobody_waits, "there is one process"),
+    ("timeout_s", _nobody_waits, "one process waits for nobody"),
     ("schedule", lambda plan: plan.strategy.devices == 1, "there is one stage"),
     ("time_block", lambda plan: plan.strategy.devices == 1, "there is one device"),
     ("accept", _one_replica, "there is one replica"),

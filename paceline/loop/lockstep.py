@@ -8,7 +8,6 @@ tries the step again, and `ReplicaBatch.compute` is given another share.
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,7 +98,7 @@ class LedgerSamples:
         """Nothing was taken from anybody."""
 
 
-class LockstepEngine(ABC):
+class LockstepEngine:
     """What engines have in common whose replicas all take the same steps."""
 
     model: nn.Module
@@ -158,11 +157,11 @@ class LockstepEngine(ABC):
         """Returns the sum over all members of what `compute` returns (a small float64 vector)."""
         return compute(BatchShare(0, 1))
 
-    @abstractmethod
-    def model_state(self) -> dict[str, torch.Tensor]: ...
+    def model_state(self) -> dict[str, torch.Tensor]:
+        raise NotImplementedError
 
-    @abstractmethod
-    def optimizer_state(self) -> StateByName: ...
+    def optimizer_state(self) -> StateByName:
+        raise NotImplementedError
 
     def kept_by_hosts(self) -> dict[str, torch.Tensor]:
         return {}

@@ -38,7 +38,7 @@ class DeviceModel(WholeModel):
     def begin(self, members: Members, number: int) -> None:
         super().begin(members, number)
         self._copy.take_options()
-        self._copy.to_device(parameters=False)  # a try that was given up has changed its buffers
+        self._copy.buffers_to_device()  # a try that was given up has changed its buffers
 
     def mark(self, used: list[bool]) -> None:
         self._copy.buffers_back()
@@ -49,7 +49,7 @@ class DeviceModel(WholeModel):
 
     def take_buffers(self) -> None:
         super().take_buffers()
-        self._copy.to_device(parameters=False)
+        self._copy.buffers_to_device()
 
     def take_state(self, model: dict[str, torch.Tensor], fill: Callable[[], None], elsewhere: set[str]) -> None:
         super().take_state(model, fill, elsewhere)

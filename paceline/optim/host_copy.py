@@ -21,11 +21,33 @@ from paceline.optim.models import copied, own_state
 HOST = torch.device("cpu")
 
 
-class HostCopy:
-    """The copy of one process's model."""
+class SameModel:
+    """A model that is computed with where its parameters are: there is nothing to copy."""
+
+    is_elsewhere = False  # whether it is not in the host's memory
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.on_device = model
+        self.model, self.optimizer = model, optimizer
+
+    def to_device(self) -> None:
+        """It is there."""
+
+    def bring(self, version: int) -> None:
+        """Whatever was pulled is what it computes with."""
+
+    def buffers_back(self) -> None:
+        """They have never been away."""
+
+
+class HostCopy(SameModel):
+    """The copy of one process's model."""
+
+    is_elsewhere = True
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.on_device = model
+        self._version = -1  # of the parameters that the device has
         self._users_optimizer = optimizer  # which schedulers change
         self.model, self.optimizer = copied(model, optimizer, "the device", to=HOST)
         own, there = own_state(self.model), own_state(model)
@@ -34,11 +56,23 @@ class HostCopy:
         self.counterparts = dict(self._parameters)  # by parameter of the copy, that which is computed with
 
     @torch.no_grad()
-    def to_device(self, *, parameters: bool = True) -> None:
+    def to_device(self) -> None:
         """Has the model on the device hold what the copy does."""
-        for here, there in self._buffers:
+        for here, there in (*self._buffers, *self._parameters):
             there.copy_(here)
-        for here, there in self._parameters if parameters else ():
+
+    def bring(self, version: int) -> None:
+        """The same, but for parameters that the device has in this version already; -1 is none."""
+        if version == -1 or version != self._version:
+            self.to_device()
+            self._version = version
+        else:
+            self.buffers_to_device()
+
+    @torch.no_grad()
+    def buffers_to_device(self) -> None:
+        """Has the model on the device hold the buffers that the copy does."""
+        for here, there in self._buffers:
             there.copy_(here)
 
     @torch.no_grad()

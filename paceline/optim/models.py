@@ -75,19 +75,23 @@ def buffers_of(model: nn.Module) -> list[torch.Tensor]:
     return list(own_state(model).buffers())
 
 
+def _moved(tensor: torch.Tensor, to: torch.device | None) -> torch.Tensor:
+    return tensor.detach() if to is None else tensor.detach().to(to, copy=True)
+
+
 def copied(
     model: nn.Module, optimizer: Optimizer, flag: str, *, to: torch.device | None = None
 ) -> tuple[nn.Module, Optimizer]:
     """The same once more, on the same parameters: a client of servers gives them other memory. `flag` asks for that.
-    With `to`, all of it on that device."""
+    With `to`, all of it on that device, in memory of its own."""
     same: dict[int, torch.Tensor] = {
-        id(parameter): nn.Parameter(parameter.detach().to(to), requires_grad=parameter.requires_grad)
+        id(parameter): nn.Parameter(_moved(parameter, to), requires_grad=parameter.requires_grad)
         for parameter in own_state(model).parameters()
     }
     if to is not None:
         held = (value for state in optimizer.state.values() for value in state.values())
         same |= {
-            id(tensor): tensor.detach().to(to)
+            id(tensor): _moved(tensor, to)
             for tensor in (*own_state(model).buffers(), *held)
             if isinstance(tensor, torch.Tensor)
         }

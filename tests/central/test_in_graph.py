@@ -37,10 +37,10 @@ for batch in trainer.batches(torch.ones(100_000, 4), 10):
 """
 
 
-@pytest.fixture(scope="module")
-def run(start: Start) -> Run:
+@pytest.fixture(scope="module", params=["--servers 1", ""], ids=["a server", "the process has the parameters"])
+def run(start: Start, request: pytest.FixtureRequest) -> Run:
     """All cases; in the end the script leaves in the middle of a loop."""
-    run = start(CASES, f"--replicas {REPLICAS} --servers 1 --in-graph").end()
+    run = start(CASES, f"--replicas {REPLICAS} {request.param} --in-graph").end()
     assert run.code == LEFT, run.err
     return run
 
@@ -165,10 +165,44 @@ def wait_for_line(run: Run, line: str) -> None:
         time.sleep(0.02)
 
 
+IN_PLAIN_PYTHON = """
+import torch
+from torch import nn
+import paceline as pl
+
+def trained(**given):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2)).double()
+    x = torch.randn(60, 8, dtype=torch.float64)
+    loss = lambda model, x: model(x).square().mean()
+    trainer = pl.Trainer(model, torch.optim.AdamW(model.parameters(), lr=0.01), loss, **given)
+    for batch in trainer.batches(x, 12, epochs=4, seed=1):
+        trainer.step(batch)
+    trainer.ledger.check()
+    answer = trainer.predict(x)
+    trainer.close()
+    return trainer.steps, answer
+
+(one_steps, one), (steps, threads) = trained(), trained(strategy=pl.Centralized(replicas=3, servers=0, in_graph=True))
+assert steps == one_steps == 20
+print(float((one - threads).abs().max() / one.abs().max()))
+stale = trained(strategy=pl.Centralized(replicas=3, servers=0, in_graph=True, rule=pl.Async()))
+assert stale[0] == 20
+"""
+
+
+def test_a_plain_process_may_be_all_replicas_and_have_the_parameters(start: Start) -> None:
+    run = start(IN_PLAIN_PYTHON, None).fine()
+    assert float(run.out) < 1e-12
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--in-graph", "in-graph is 'set': it needs servers, give --servers 1 or more"),
+        (
+            "--in-graph --durability log",
+            "durability is 'log': what the one process has ends with it, give --servers 1 or more, or leave it out",
+        ),
         (
             "--in-graph --servers 1 --nnodes 2 --node-rank 0 --rdzv-endpoint localhost:29511",
             "in-graph is 'set': one process has all replicas, but there are 2 hosts, leave it out",

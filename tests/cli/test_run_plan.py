@@ -98,7 +98,7 @@ REFUSED_ON_ENGINES = {
 _SERVED = ("--servers", "2")
 WITH = {
     **dict.fromkeys(("--accept", "--async", "--bounded", "--warmup-steps", "--warmup-epochs"), _SERVED),
-    **dict.fromkeys(("--durability", "--servers-on", "--token", "--keys", "--secure", "--in-graph"), _SERVED),
+    **dict.fromkeys(("--durability", "--servers-on", "--token", "--keys", "--secure"), _SERVED),
     **dict.fromkeys(("--stale", "--stale-lr"), (*_SERVED, "--async")),
     **dict.fromkeys(("--outer-momentum", "--outer-lr"), ("--every", "8")),
     "--mesh": ("--layout", "hidden=model"),
@@ -250,6 +250,8 @@ def test_what_does_not_go_together_between_hosts_is_refused(line: str, said: str
         ("--servers 1 --warmup-steps 3", "warmup-steps 3 (one replica makes all steps)"),
         ("--servers 1 --async --stale scale", "async (there is one replica), stale scale (gradients of one replica"),
         ("--servers 1 --in-graph", "in-graph (one replica is one process)"),
+        ("--replicas 2 --in-graph --timeout 5", ""),
+        ("--replicas 2 --in-graph --on-failure stop", "on-failure stop (nobody would go on)"),
         ("--stages 1 --schedule gpipe", "schedule gpipe (there is one stage)"),
         ("--wavefront 1 --time-block 4", "time-block 4 (there is one device)"),
         ("--node-rank 0", "host 0 (there is one host)"),

@@ -65,6 +65,7 @@ STRATEGIES = {
     "2 replicas, 3 servers over TCP": Strategy("--replicas 2 --servers 3 --exchange tcp", 2, models=OTHERS),
     "3 replicas, 2 servers, 3 passes a batch": Strategy("--replicas 3 --servers 2", 3, 3, OTHERS),
     "3 replicas in one process, 2 servers": Strategy("--replicas 3 --servers 2 --in-graph", 1, models=OTHERS),
+    "3 replicas in one process that has the parameters": Strategy("--replicas 3 --in-graph", 1, models=OTHERS),
     "2 hosts of 1 replica and 1 server": Strategy(
         "--replicas 2 --servers 2 --emulate hosts=2,link=1gbit",
         2,

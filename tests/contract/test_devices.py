@@ -23,6 +23,7 @@ STRATEGIES = {
     "--replicas 2": ("mlp", "conv_batchnorm", "frozen_and_unused", "activated_batchnorm"),
     "--replicas 2 --servers 2": ("mlp", "frozen_and_unused", "conv_batchnorm"),
     "--replicas 2 --servers 1 --exchange tcp": ("mlp", "frozen_and_unused"),
+    "--replicas 2 --in-graph": ("mlp", "frozen_and_unused", "conv_batchnorm"),
 }
 FLAGS = [pytest.param(flags, marks=pytest.mark.soak) if "tcp" in flags else flags for flags in STRATEGIES]
 NO_XLA = importlib.util.find_spec("torch_xla") is None
@@ -57,7 +58,7 @@ def test_losses_gradients_state_and_parameters_are_those_of_one_process_there(
 ) -> None:
     run, alone = trained(device, flags), trained(device, None)
     for model in STRATEGIES[flags]:
-        if "--servers" in flags and model == "conv_batchnorm":
+        if model == "conv_batchnorm" and flags != "--replicas 2":
             continue  # its statistics are each replica's own
         verdict = compare(
             alone.folder / "recorded" / model,
@@ -75,7 +76,7 @@ def test_replicas_on_a_device_agree_bit_for_bit(
 ) -> None:
     run = trained(device, flags)
     for model in STRATEGIES[flags]:
-        for replica in range(1, int(flags.split()[1])):
+        for replica in range(1, 1 if "--in-graph" in flags else int(flags.split()[1])):
             assert run.told(model, replica) == run.told(model), model
     run.assert_nothing_left()
 
@@ -86,11 +87,6 @@ def test_replicas_on_a_device_agree_bit_for_bit(
         pytest.param(
             "--replicas 2 --exchange collective",
             "exchange is 'collective': the model is on xla:0, and collectives",
-            marks=pytest.mark.soak,
-        ),
-        pytest.param(
-            "--replicas 2 --servers 1 --in-graph",
-            "in-graph is 'set': the model is on xla:0, and threads",
             marks=pytest.mark.soak,
         ),
         ("--replicas 2 --devices cuda:0", "devices is 'cuda:0': the model of this replica is on cpu, put it there"),

@@ -215,7 +215,6 @@ def test_other_versions_on_a_host_are_refused_in_a_sentence() -> None:
         ("--on kubernetes --image a:1 --manifest job", "manifest is 'job': give one of jobset, trainjob"),
         ("--devices gpu0", "devices is 'gpu0': 'gpu0' is no device of torch's, give such as cuda:0,cuda:1"),
         ("--devices cuda:0 --stages 2", "devices is 'cuda:0': a model that is cut is computed by processes on cores"),
-        ("--devices cuda:0 --servers 1 --in-graph", "devices is 'cuda:0': replicas that are threads compute on"),
     ],
 )
 def test_what_contradicts_is_refused_in_a_sentence(

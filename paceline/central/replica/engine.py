@@ -38,6 +38,7 @@ from paceline.loop.engine import Batch, Chapter, Closed, Computed, ServersContro
 from paceline.loop.run_state import RunState, StateByName
 from paceline.loop.script_position import ScriptPosition
 from paceline.net.secure import Keys, read_token
+from paceline.optim.host_copy import SameModel
 from paceline.optim.models import lent, own_state
 from paceline.rules import Rule
 from paceline.run_place import Place
@@ -71,10 +72,17 @@ class CentralizedEngine:
     gradients_ready: Callable[[], None] | None = None
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, place: Place, strategy: Centralized, clip_norm: float | None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        place: Place,
+        strategy: Centralized,
+        clip_norm: float | None,
+        copy: type[SameModel] = SameModel,
     ) -> None:
-        assert place.servers is not None
-        self._model = model
+        """`copy`: what makes of the model the one that servers know, if it is computed with elsewhere."""
+        self._copy = copy(model, optimizer)
+        self._model = self._copy.model
         self._row = place.row
         self._board = Board(place.board) if place.board is not None else None
         if self._board is not None:
@@ -88,7 +96,7 @@ class CentralizedEngine:
             number, incarnation = 1, time.time_ns()
         self._open = partial(
             Client,
-            servers=servers_of(place, number),
+            servers=self._find_servers(place, number),
             settings=Settings(
                 replicas=strategy.replicas,
                 rule=strategy.rule,
@@ -97,7 +105,7 @@ class CentralizedEngine:
                 clip_norm=clip_norm,
                 durability=strategy.durability,
                 recording=place.recording is not None,
-                run=place.servers.run,
+                run=place.servers.run if place.servers is not None else "",
                 timeout_s=strategy.timeout_s,
             ),
             incarnation=incarnation,
@@ -105,8 +113,8 @@ class CentralizedEngine:
             share_memory=strategy.exchange != "tcp",
             ended=None if strategy.in_graph else partial(self._ended, strategy.devices),
         )
-        self.client = self._own_client(model, optimizer, place.replica)
-        self._worker = ClientWorker(self.client)
+        self.client = self.open_client(self._copy, optimizer, place.replica)
+        self._worker = ClientWorker(self.client, self._copy)
         if self._board is not None and not self._board.alive(self._row):
             self._board.set(self._row, Word.ADMITTED, incarnation)  # one that was started again takes part at once
         self._rule: Rule = strategy.rule
@@ -115,8 +123,14 @@ class CentralizedEngine:
         self._sync = True
         self.enter(Phase.BETWEEN)
 
-    def _own_client(self, model: nn.Module, optimizer: Optimizer, replica: int) -> Client:
-        return self._open(model, optimizer, replica=replica)
+    def _find_servers(self, place: Place, number: int) -> ServerAddresses:
+        return servers_of(place, number)
+
+    def open_client(self, copy: SameModel, users: Optimizer, replica: int) -> Client:
+        """Opens a replica of this process. Schedulers change the optimizer that is the user's."""
+        client = self._open(copy.model, copy.optimizer, replica=replica, computed_with=copy.on_device)
+        client.options_from = users
+        return client
 
     def _ended(self, devices: int) -> list[tuple[int, int]]:
         """Returns the replicas of this host whose processes have ended, as the supervisor has declared them; of a cut
@@ -190,13 +204,17 @@ class CentralizedEngine:
         """The model is not cut."""
 
     def compute(self, function: Function, given: Any) -> Any:
-        return function(self._model, given)
+        return function(self._copy.on_device, given)
 
     @contextmanager
     def whole_model(self) -> Iterator[nn.Module]:
         # Other replicas may go on meanwhile, and the servers with them: a copy stays as it is.
-        with lent(self._model, self.client.whole.parameters_now(self.client.version)):
-            yield self._model
+        try:
+            with lent(self._model, self.client.whole.parameters_now(self.client.version)):
+                self._copy.to_device()
+                yield self._copy.on_device
+        finally:
+            self._copy.to_device()
 
     def meet_devices(self) -> None:
         raise AssertionError("with servers there is no predictor")
@@ -230,10 +248,7 @@ class CentralizedEngine:
         """Has the model hold the parameters as they are now."""
         self.client.pull(sync=self._sync)
         self.client.written.leave()
-
-    def another_client(self, model: nn.Module, optimizer: Optimizer, replica: int) -> Client:
-        """Opens one more replica in this process."""
-        return self._open(model, optimizer, replica=replica)
+        self._copy.bring(self.client.pulled)
 
     def step(self, batches: Sequence[Batch]) -> Closed:
         """Computes a ticket and hands it in; again and with more samples, if one of the others dies meanwhile."""
@@ -244,10 +259,11 @@ class CentralizedEngine:
         worked = work_on(self.client, batch, partial(self._compute, batch), self.enter)
         self.settled(worked)
         self.client.written.leave()
+        self._copy.bring(self.client.pulled)  # what the script looks at is what the servers have
         return worked.closed
 
     def _compute(self, batch: Batch, ticket: Ticket) -> Computed:
-        return batch.compute(self._worker, ticket)
+        return self._worker.compute(batch, ticket)
 
     def begin(self, ticket: Ticket) -> None:
         """A ticket is being worked on."""
@@ -355,6 +371,7 @@ class CentralizedEngine:
         self.client.once(ResumeTask(self._resumes), give)
         self.client.has_resumed(state.step)
         self.client.pull(sync=True)
+        self._copy.to_device()
 
     def kept_by_hosts(self) -> dict[str, torch.Tensor]:
         return {}

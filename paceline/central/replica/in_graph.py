@@ -12,6 +12,9 @@ So a sync run makes one update each time round the user's loop, as in one proces
 background, and gets a ticket when it is done. Before an evaluation, a save, or a look into the books, the replicas come
 to rest.
 
+Parameters are on servers; without any, one that is a thread of this process has them (`own_server`). Models of the
+replicas may be on devices of their own, of which each has the next.
+
 What belongs to a thread does not reach the replicas if it is set around the loop (autocast, default devices): do that
 in the loss. Random numbers are one sequence for all threads, so dropout draws in the order in which they run.
 """
@@ -30,14 +33,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.central.client.client import Client
+from paceline.central.client.server_view import ServerAddresses
 from paceline.central.messages.replies import Ended, Ticket
 from paceline.central.replica.engine import CentralizedEngine
+from paceline.central.replica.own_server import OwnServer
 from paceline.central.replica.working import ClientWorker, Worked, work_on
 from paceline.errors import Stalled
 from paceline.exchange.words import Phase
 from paceline.loop.engine import Batch, Chapter, Closed
 from paceline.loop.run_state import RunState, StateByName
 from paceline.loop.script_position import ScriptPosition
+from paceline.optim.host_copy import SameModel
 from paceline.optim.models import copied
 from paceline.run_place import Place
 from paceline.strategy import Centralized
@@ -49,9 +55,9 @@ END_WITHIN_S = 5.0  # for replicas that compute when the process ends
 class _ReplicaThread:
     """One of the replicas: a client, a model, and a thread that computes."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, copy: SameModel) -> None:
         self.client = client
-        self.worker = ClientWorker(client)
+        self.worker = ClientWorker(client, copy)
         self.phase = Phase.BETWEEN
         self.is_back = False  # it has handed in, and not been asked for more yet
         self.jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -80,8 +86,15 @@ class InGraphEngine(CentralizedEngine):
     """All replicas of a run, in one process."""
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, place: Place, strategy: Centralized, clip_norm: float | None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        place: Place,
+        strategy: Centralized,
+        clip_norm: float | None,
+        copy: type[SameModel] = SameModel,
     ) -> None:
+        self._own_server = OwnServer() if place.servers is None else None
         self.at_once = strategy.replicas
         self._timeout_s = strategy.timeout_s
         self._threads = max(1, torch.get_num_threads() // self.at_once)  # of torch, in each replica
@@ -89,17 +102,21 @@ class InGraphEngine(CentralizedEngine):
         self._last: Worked | None = None  # the last that was accepted
         self._failure: BaseException | None = None
         self._replicas: list[_ReplicaThread] = []
-        copies = [copied(model, optimizer, "--in-graph") for _ in range(1, self.at_once)]
-        super().__init__(model, optimizer, place, strategy, clip_norm)
+        others = range(1, self.at_once)
+        devices = [torch.device(place.accelerator_of(number)) if copy.is_elsewhere else None for number in others]
+        copies = [copied(model, optimizer, "--in-graph", to=device) for device in devices]
+        super().__init__(model, optimizer, place, strategy, clip_norm, copy)
         self.client.written.scripts = 1
-        self._replicas.append(_ReplicaThread(self.client))
+        self._replicas.append(_ReplicaThread(self.client, self._copy))
         for number, (own_model, own_optimizer) in enumerate(copies, 1):
-            client = self.another_client(own_model, own_optimizer, number)
-            client.options_from = optimizer  # that of the user, which schedulers change
-            self._replicas.append(_ReplicaThread(client))
+            own = copy(own_model, own_optimizer)
+            self._replicas.append(_ReplicaThread(self.open_client(own, optimizer, number), own))
         self._handed: list[_ReplicaThread] = []  # those who got the tickets in hand
         # A thread that is inside torch when the interpreter goes away aborts the process.
         atexit.register(self._end_threads)
+
+    def _find_servers(self, place: Place, number: int) -> ServerAddresses:
+        return self._own_server.addresses if self._own_server is not None else super()._find_servers(place, number)
 
     @property
     def _step(self) -> int:
@@ -177,7 +194,7 @@ class InGraphEngine(CentralizedEngine):
         self.begin(first)
         for replica, batch in zip(self._handed, batches, strict=True):
             replica.client.expect(batch.micro_batches)
-            _same_modes(self._model, replica.worker.model)
+            _same_modes(self._copy.on_device, replica.worker.model)
         with self._changed:
             for replica, batch in zip(self._handed, batches, strict=True):
                 replica.start(partial(self._work, replica, batch), self._threads)
@@ -192,6 +209,7 @@ class InGraphEngine(CentralizedEngine):
         self.settled(worked)
         if not self._replicas[0].is_busy:  # else its thread may pull while the script goes on
             self.client.written.leave()
+            self._copy.bring(self.client.pulled)
         return worked.closed
 
     def _is_over(self, ticket: Ticket) -> bool:
@@ -205,7 +223,7 @@ class InGraphEngine(CentralizedEngine):
     def _work(self, replica: _ReplicaThread, batch: Batch) -> None:
         """In a replica's thread."""
         try:
-            compute = partial(batch.compute, replica.worker)
+            compute = partial(replica.worker.compute, batch)
             worked = work_on(replica.client, batch, compute, partial(self._enter, replica))
         except BaseException as failure:
             with self._changed:
@@ -237,6 +255,8 @@ class InGraphEngine(CentralizedEngine):
         for replica in self._replicas:
             if replica.thread is None or not replica.thread.is_alive():
                 replica.client.close()
+        if self._own_server is not None:
+            self._own_server.close()
 
     def _end_threads(self) -> None:
         atexit.unregister(self._end_threads)

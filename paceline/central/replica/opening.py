@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from paceline.central.replica.cut_replica import FollowingEngine, LeadingEngine
-from paceline.central.replica.device_replica import DeviceEngine
 from paceline.central.replica.devices import Devices
 from paceline.central.replica.engine import CentralizedEngine
 from paceline.central.replica.in_graph import InGraphEngine
@@ -14,7 +13,7 @@ from paceline.central.tables.embedding import find_tables
 from paceline.errors import ModelError, StrategyError
 from paceline.loop.engine import Engine
 from paceline.loop.training_loop import Training
-from paceline.optim.host_copy import HOST, device_of
+from paceline.optim.host_copy import HOST, HostCopy, SameModel, device_of
 from paceline.optim.models import copied
 from paceline.strategy import Centralized
 
@@ -24,12 +23,13 @@ def open_replica(training: Training) -> Engine:
     model, optimizer, place = training.model, training.optimizer, training.place
     strategy = place.strategy
     assert strategy.on_servers
+    copy = SameModel
     if (device := device_of(model)) != HOST:
         _check_device(model, device, strategy)
-        return DeviceEngine(model, optimizer, place, strategy, training.clip_norm)
+        copy = HostCopy
     if strategy.split is None:
         kind = InGraphEngine if strategy.in_graph else CentralizedEngine
-        return kind(model, optimizer, place, strategy, training.clip_norm)
+        return kind(model, optimizer, place, strategy, training.clip_norm, copy)
     if place.device:
         return FollowingEngine(Devices(model, optimizer, place, strategy.split), optimizer, place, strategy)
     whole, own = copied(model, optimizer, "--servers")  # before it is cut
@@ -44,9 +44,6 @@ def _check_device(model: nn.Module, device: torch.device, strategy: Centralized)
     if strategy.split is not None:
         expected = f"the model is on {device}, and one that is cut is computed by processes on cores, leave it there"
         raise StrategyError("split", strategy.settings["split"], expected)
-    if strategy.in_graph:
-        expected = f"the model is on {device}, and threads share the cores of one process so far, leave it out"
-        raise StrategyError("in-graph", "set", expected)
     if tables := find_tables(model):
         expected = (
             f"it is on {device}, and sparse embeddings on servers are looked up on the CPU so far, leave it there"

@@ -15,15 +15,23 @@ from paceline.errors import LossError
 from paceline.exchange.words import Phase
 from paceline.loop.engine import Batch, Closed, Computed, ReplicaWork
 from paceline.loop.passes import PlainWorker
+from paceline.optim.host_copy import SameModel
 from paceline.stoppable_calls import CallGivenUp, check_in_time, in_time
 
 
 class ClientWorker(PlainWorker):
     """A worker whose gradients go to servers."""
 
-    def __init__(self, client: Client) -> None:
-        super().__init__(client.model, client.replica)
-        self._client = client
+    def __init__(self, client: Client, copy: SameModel) -> None:
+        super().__init__(copy.on_device, client.replica)
+        self._client, self._copy = client, copy
+
+    def compute(self, batch: Batch, ticket: Ticket) -> Computed:
+        """Computes a ticket, on the device that the model is on."""
+        self._copy.bring(self._client.pulled)
+        computed = batch.compute(self, ticket)
+        self._copy.buffers_back()
+        return computed
 
     def one_pass(self, work: ReplicaWork, number: int, batch: Any, *, is_last: bool) -> AbstractContextManager[None]:
         self._client.begin_pass(batch, is_last=is_last)
