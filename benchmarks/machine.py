@@ -33,7 +33,7 @@ def this_machine() -> Machine:
         processor=_field(Path("/proc/cpuinfo"), "model name") or platform.machine(),
         cores=len(allowed_cores()),
         memory_gib=round(int(_field(Path("/proc/meminfo"), "MemTotal").split()[0]) / 2**20),
-        system=f"{platform.system()} {platform.release()}",
+        system=f"{platform.system()} {platform.release().partition('-')[0]}",  # whoever has built it
         python=platform.python_version(),
         torch=str(torch.__version__),
     )

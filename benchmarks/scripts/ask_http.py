@@ -61,7 +61,7 @@ class Reply:
         if b"transfer-encoding: chunked" in lower:
             if not body.endswith(b"0\r\n\r\n"):
                 return None
-        elif len(body) < int(lower.partition(b"content-length:")[2].split(b"\r\n", 1)[0]):
+        elif len(body) < int(lower.partition(b"\r\ncontent-length:")[2].split(b"\r\n", 1)[0]):
             return None
         self._data = b""
         return int(head.split(b" ", 2)[1])
@@ -107,6 +107,9 @@ async def many(port: int, clients: int, seconds: float, rate: float | None) -> t
     def answered(connection: Connection, status: int, took: float) -> None:
         if end == float("inf") or (status == LOST and time.perf_counter() > end):
             return
+        if connection in free:  # nothing was asked on it, and the server closes what is idle
+            free.remove(connection)
+            return
         found.append((status, took))
         if status == LOST:
             return
@@ -130,11 +133,11 @@ async def many(port: int, clients: int, seconds: float, rate: float | None) -> t
             while sent < (now - began) * rate:
                 sent += 1
                 if free:
-                    free.pop().ask()
+                    free.pop(0).ask()  # all in turn, so that none is idle for long
                 else:
                     unsent += 1
             await asyncio.sleep(0.0005)
-    while len(free) < clients and time.perf_counter() < end + 10:  # what was begun is waited for
+    while len(free) < len(connections) and time.perf_counter() < end + 10:  # what was begun is waited for
         await asyncio.sleep(0.001)
     return found, unsent
 

@@ -94,7 +94,6 @@ class InGraphEngine(CentralizedEngine):
         clip_norm: float | None,
         copy: type[SameModel] = SameModel,
     ) -> None:
-        self._own_server = OwnServer() if place.servers is None else None
         self.at_once = strategy.replicas
         self._timeout_s = strategy.timeout_s
         self._threads = max(1, torch.get_num_threads() // self.at_once)  # of torch, in each replica
@@ -105,6 +104,7 @@ class InGraphEngine(CentralizedEngine):
         others = range(1, self.at_once)
         devices = [torch.device(place.accelerator_of(number)) if copy.is_elsewhere else None for number in others]
         copies = [copied(model, optimizer, "--in-graph", to=device) for device in devices]
+        self._own_server = OwnServer() if place.servers is None else None
         super().__init__(model, optimizer, place, strategy, clip_norm, copy)
         self.client.written.scripts = 1
         self._replicas.append(_ReplicaThread(self.client, self._copy))

@@ -26,7 +26,6 @@ class OwnServer:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._server = Server(self._listener, token=token)
         self.addresses = ServerAddresses([self._server.address], CONTAINER, token)
-        self._switched_every_s = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_EVERY_S)
         self._thread = threading.Thread(target=self._server.run, name="paceline-server", daemon=True)
         self._thread.start()
@@ -37,4 +36,3 @@ class OwnServer:
         self._thread.join()
         self._listener.close()
         self._server.close()
-        sys.setswitchinterval(self._switched_every_s)
