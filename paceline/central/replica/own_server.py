@@ -12,10 +12,10 @@ import sys
 import threading
 
 from paceline.central.client.server_view import ServerAddresses
+from paceline.central.server.process import SWITCH_EVERY_S
 from paceline.central.server.server import Server
 
 CONTAINER = "model"
-SWITCH_EVERY_S = 0.0005  # a replica that has its answer should not wait for one that computes
 
 
 class OwnServer:
