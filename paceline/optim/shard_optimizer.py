@@ -68,6 +68,13 @@ class ShardOptimizer:
         self._groups: list[dict[str, Any]] = []
         self.refresh_options()
 
+    def beside(self) -> ShardOptimizer:
+        """Return one for another thread, which may update other chunks at the same time. What either holds of a chunk,
+        both hold: it does not matter who updated it last."""
+        other = ShardOptimizer(self._users, self._arena, self._states)
+        other._held, other._own.state = self._held, self._own.state
+        return other
+
     def refresh_options(self) -> None:
         """Take over learning rates and other options, which the user or a scheduler may have changed."""
         refuse_added_parameters(self._users, self._group_sizes)

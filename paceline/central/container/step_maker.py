@@ -70,7 +70,8 @@ class StepMaker:
         }
         memory = _Memory(arena, states.block_bytes)
         largest = max((chunk.bytes for chunk in self._layout.chunks), default=0)
-        self._updaters = [_Updater(ShardOptimizer(self._users, memory, states), largest) for _ in range(THREADS)]
+        first = ShardOptimizer(self._users, memory, states)
+        self._updaters = [_Updater(first, largest)] + [_Updater(first.beside(), largest) for _ in range(1, THREADS)]
         self._sums = torch.zeros(self._layout.bytes if recording else 0, dtype=torch.uint8)
         self._last_touched: list[int] = []
 
@@ -86,16 +87,17 @@ class StepMaker:
         self._take_options(options, close.lr)
         touched = self._last_touched = self._touched(close)
 
-        def update(first: int) -> None:
-            for number in range(first, len(self._layout.chunks), THREADS):
-                self._update_chunk(number, self._updaters[first], close, touched, scale)
+        left = iter(range(len(self._layout.chunks)))  # each thread takes the next one: cores are not equally fast
+
+        def update(updater: _Updater) -> None:
+            for number in left:
+                self._update_chunk(number, updater, close, touched, scale)
 
         # After the gradient of one alone, the others are computing and need the cores.
         if len(close.accepted) == 1 or len(self._layout.chunks) < THREADS:
-            for first in range(THREADS):
-                update(first)
+            update(self._updaters[0])
         else:
-            together([partial(update, first) for first in range(THREADS)])
+            together([partial(update, updater) for updater in self._updaters])
 
     def _update_chunk(self, number: int, updater: _Updater, close: Close, touched: Sequence[int], scale: float) -> None:
         chunk, words = self._layout.chunks[number], self._arena.words
@@ -182,8 +184,6 @@ class StepMaker:
 
     def take_state(self, states: States) -> None:
         self._updaters[0].optimizer.take_state(states)
-        for updater in self._updaters:
-            updater.optimizer.forget()
 
     def check_states(self, states: States) -> None:
         """Refuse state that does not fit the slots here; before anything is changed."""
