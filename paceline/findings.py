@@ -26,6 +26,7 @@ class TrainingBegan(msgspec.Struct, frozen=True, tag="began"):
     """The first step was made, with models cut and data there; when it began."""
 
     at: float  # by the clock of the machine, which all its processes have in common
+    cutting_s: float | None = None  # how long it took before that to find out how the model is cut
 
 
 class Finding(msgspec.Struct, frozen=True, tag="found"):

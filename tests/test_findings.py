@@ -203,6 +203,15 @@ def finding(key: str, value: float = 1.0, word_of: WordOf = "in charge") -> Find
     return Finding(key, word_of, 0.0, 2.0, 3, 4, {"name": value})
 
 
+def test_how_long_cutting_took_is_what_the_slowest_device_says() -> None:
+    so_far = FoundSoFar(lambda event, **fields: None)
+    so_far.take(0, TrainingBegan(1.5), 0)
+    assert so_far.cutting_s is None, "nothing is cut"
+    for row, seconds in enumerate((0.5, 0.75, 0.25)):
+        so_far.take(row, TrainingBegan(1.5, seconds), 0)
+    assert so_far.cutting_s == 0.75
+
+
 def test_each_key_is_told_once_by_whoever_is_in_charge() -> None:
     events: list[float] = []
     so_far = FoundSoFar(lambda event, **fields: events.append(fields["value"]), Target.parse("name>=5"))

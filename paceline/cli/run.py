@@ -378,6 +378,8 @@ def _summary(outcome: RunOutcome, plan: RunPlan, began: float) -> str:
         words.append(f"after {outcome.resumed_at} of an earlier run")
     if outcome.samples_per_second:
         words.append(f"{outcome.samples_per_second:.0f} samples/s")
+    if outcome.cutting_s is not None:
+        words.append(f"cut in {outcome.cutting_s:.1f} s")
     if outcome.loss is not None:
         words.append(f"loss {outcome.loss:.4g}")
     words += [f"{name} {found.value:.4g}" for name, found in list(outcome.found.items())[-MOST_FOUND:]]

@@ -39,6 +39,7 @@ class RunOutcome:
     dropped: int | None = None  # that were too stale
     staleness: float | None = None  # mean, of those that were used
     thrown_away: float | None = None  # share of all gradients
+    cutting_s: float | None = None  # how long it took to find out how the model is cut; None: it is not cut
     bytes_sent: int | None = None  # by this host over its link; None: nobody has counted
 
 
@@ -77,6 +78,7 @@ def outcome_of(
         dropped=account.dropped if account is not None else None,
         staleness=round(account.mean_staleness, 4) if account is not None else None,
         thrown_away=round(account.thrown_away, 4) if account is not None else None,
+        cutting_s=round(found.cutting_s, 3) if found.cutting_s is not None else None,
         bytes_sent=_bytes_sent(job, sent),
     )
 

@@ -84,12 +84,12 @@ class Telling:
     def listened_to(self) -> bool:
         return self._writer is not None
 
-    def began(self, at: float) -> None:
+    def began(self, at: float, cutting_s: float | None) -> None:
         """A step that began then was made; of the first that is told. Only now: whoever is started again would wake the
         supervisor, which looks for the chief then, before the one that was chief has printed its last line."""
         if not self._began:
             self._began = True
-            self._write(TrainingBegan(at))
+            self._write(TrainingBegan(at, cutting_s))
 
     def evaluated(self, key: EvaluationKey, values: dict[str, float], step: int) -> None:
         where = f"{key.chapter}/{key.epoch}/{key.position}/{key.number}"

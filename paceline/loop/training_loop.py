@@ -182,6 +182,7 @@ class TrainingLoop:
         if drawn is None or samples is None or chapter is None:
             raise PacelineError("trainer.step was given a batch that trainer.batches did not yield just now")
         drawn.take(batch)
+        came_at = time.monotonic()
         self._prepare(drawn.batches[0].micro_batches[0], drawn, chapter)
         began_at = time.monotonic()
         were_consistent, self._kept.consistent = self._kept.consistent, False
@@ -191,7 +192,7 @@ class TrainingLoop:
             self._drawn, self._kept.consistent = None, were_consistent
             raise
         self._kept.consistent = True
-        self._telling.began(began_at)
+        self._telling.began(began_at, began_at - came_at if self._place.strategy.split is not None else None)
         samples.commit(closed)
         self._drawn, self.logged = None, dict(closed.logged)
         self._clock.step_ended()

@@ -204,7 +204,7 @@ class GraphCut(Cut):
                 kind.kept.prove()
                 self._keep(kind.kept)
             elif changed or (trains and kind.times > 1 and not kind.times & (kind.times - 1)):
-                compare(function, self.model, given, kind.call, gradients=False)
+                compare(function, self.model, given, kind.call, gradients=False, twice=False)
             elif kind.numbers:
                 return
         except ModelError as error:

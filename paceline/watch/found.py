@@ -52,6 +52,7 @@ class FoundSoFar:
         self._asked: set[str] = set()  # parameters of a trial
         self._waiting: dict[int, dict[str, Finding]] = {}  # by row and key, in the order in which they were told
         self.began_at: float | None = None
+        self.cutting_s: float | None = None  # of whoever took longest
         self.latest: dict[str, FoundValue] = {}
         self.account: ServersAccount | None = None
         self.saved: str | None = None  # the last checkpoint of the script's
@@ -61,6 +62,8 @@ class FoundSoFar:
         """What the process in that row tells. `in_charge`: the row that is heard; None: on another host."""
         if isinstance(message, TrainingBegan):
             self.began_at = message.at if self.began_at is None else min(message.at, self.began_at)
+            if message.cutting_s is not None:
+                self.cutting_s = max(message.cutting_s, self.cutting_s or 0.0)
         elif isinstance(message, ModelSaved):
             self.saved = message.path
         elif in_charge is None:
