@@ -84,6 +84,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     joins: bool = False  # its host has come to a run in progress
     save_on_stop: str | None = None
     most_steps: int | None = None  # of the whole run, after which it stops
+    checkpoints: bool = True  # are written, and gone on from
     slow: dict[int, float] = {}  # by replica: how many times as long its computing is made to take
     accelerators: list[str] = []  # devices of torch's on this host, which its replicas take in turn; [] : not said
     strategy: Strategy = Mirrored()

@@ -135,6 +135,19 @@ def test_a_target_that_is_not_reached_says_how_far_it_came(start: Start) -> None
     assert (ended["steps"], ended["target"]["best"], ended["stopped_by"]) == (7, 6.0, "most-steps")
 
 
+def test_checkpoints_are_neither_written_nor_gone_on_from_and_steps_that_were_made_are_not_made_again(
+    start: Start, tmp_path: Path
+) -> None:
+    saved = tmp_path / "saved.safetensors"
+    start(SCRIPT, "--replicas 2", f"{saved} 1").fine()
+    before = saved.read_bytes()
+    again = start(SCRIPT, "--replicas 2 --most-steps 5", f"{saved} 3").fine()
+    assert (again.events[-1]["steps"], again.events[-1]["stopped_by"]) == (0, "most-steps")
+    trial = start(SCRIPT, "--replicas 2 --no-checkpoints", f"{saved} 1").fine()
+    assert (trial.events[-1]["steps"], trial.events[-1]["resumed_at"], trial.events[-1]["kept"]) == (5, 0, [])
+    assert saved.read_bytes() == before
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="emulated hosts need root")
 def test_hosts_stop_together_when_the_first_has_seen_the_target(start: Start) -> None:
     run = start(SCRIPT, '--replicas 2 --emulate hosts=2,link=1gbit --until "inside>=4"', "'' 1000").fine()

@@ -132,12 +132,29 @@ def test_saving_where_the_script_has_yet_to_reach_its_position_leaves_the_file_a
     epochs(new_trainer(), 12, path)
     again = new_trainer()
     assert again.resume(path)
+    assert again.steps == 12, "the run's, of which the script knows nothing yet"
     before = path.read_bytes()
     again.save(path)
     for _ in again.batches(DATA, 8, seed=4):
         raise AssertionError("epoch 0 lies behind")
     again.save(path)
     assert path.read_bytes() == before
+
+
+def test_a_larger_batch_leaves_out_what_is_too_small_for_it_and_the_run_can_be_resumed(tmp_path: Path) -> None:
+    path, trainer = tmp_path / "model.safetensors", new_trainer()
+    for batch in trainer.batches(DATA, 12, seed=4, drop_last=True):
+        trainer.step(batch)
+        if trainer.steps == 2:
+            break
+    for batch in trainer.batches(DATA, 20, seed=4, drop_last=True):  # of 40, 16 are left
+        trainer.step(batch)
+    assert trainer.ledger is not None
+    assert "each once" in trainer.ledger.check()
+    trainer.save(path)
+    again = new_trainer()
+    assert again.resume(path)
+    assert again.steps == trainer.steps
 
 
 def test_there_is_nothing_to_resume(tmp_path: Path) -> None:

@@ -338,3 +338,15 @@ def test_kill_of_the_whole_run_goes_on_from_the_last_save(start: Start, uninterr
     assert run.end().code == -signal.SIGKILL
     run.assert_nothing_left()
     assert_goes_on(start, path, uninterrupted, first=range(14, STEPS, SAVE_EVERY))
+
+
+def test_a_metric_of_other_names_in_another_batch_is_refused() -> None:
+    model = nn.Linear(2, 1)
+    trainer = pl.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, batch: model(batch).mean())
+    samples = torch.tensor([[0.0, 0.0], [0.0, 0.0], [1.0, 0.0], [1.0, 0.0]])
+
+    def by_class(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {f"class {int(batch[0, 0])}": model(batch).mean()}
+
+    with pytest.raises(pl.PacelineError, match="metric is 'class 1': of the batch before it was class 0"):
+        trainer.evaluate(samples, by_class, batch_size=2)

@@ -140,6 +140,7 @@ def _contenders(options: argparse.Namespace, target: Target) -> list[Contender]:
                 flags += ["--emulate", options.emulate]
         flags += ["--wire", options.wire] if options.wire is not None else []
         flags += ["--until", str(target), *(["--goes-on"] if options.to_end else [])]
+        flags.append("--no-checkpoints")  # each begins anew, whatever the one before has saved
         flags += ["--longest", str(options.longest_s)] if options.longest_s is not None else []
         flags += ["--most-steps", str(options.most_steps)] if options.most_steps is not None else []
         contenders.append(Contender(way, _plan(options, way, flags), "; ".join(notes)))

@@ -98,6 +98,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of every step and evaluation, as pl.deadline around each",
     )
     faults.add_argument("--save-on-stop", metavar="PATH", help="a checkpoint to write when stopped by Ctrl-C")
+    faults.add_argument(
+        "--no-checkpoints",
+        action="store_true",
+        help="trainer.save writes nothing and trainer.resume finds nothing: for a run that is a trial",
+    )
     add_stop_arguments(parser)
     hosts = parser.add_argument_group("several machines")
     hosts.add_argument(
@@ -394,7 +399,7 @@ def _summary(outcome: RunOutcome, plan: RunPlan, began: float) -> str:
 
 def _of_unsaved(outcome: RunOutcome, plan: RunPlan, path: Path) -> str | None:
     """That the script has saved nothing of what it has trained, and how the model can still be had."""
-    if outcome.saved is not None or outcome.steps <= outcome.resumed_at:
+    if outcome.saved is not None or outcome.steps <= outcome.resumed_at or plan.no_checkpoints:
         return None
     if plan.join is not None:
         how = f"--keys {plan.keys}" if plan.keys is not None else f"--token {plan.token}"

@@ -63,7 +63,7 @@ _FLAGS = {
     "longest_s": "--longest",
     "lost_after_s": "--lost-after",
 }
-_AS_GIVEN = ("lost_after_s", "secure", "slow")
+_AS_GIVEN = ("lost_after_s", "secure", "slow", "no_checkpoints")
 _STOPS = ("until", "goes_on", "longest_s", "most_steps")
 # Of these every host may have its own.
 _OF_ONE_HOST = ("script", "arguments", "host", "rendezvous", "save_on_stop", "token", "keys")
@@ -93,6 +93,7 @@ class RunPlan:
     servers_on: str | None = None  # hosts, such as 0,2
     lost_after_s: float = LOST_AFTER_S  # of silence
     secure: bool = False  # TLS between hosts
+    no_checkpoints: bool = False  # are written, or gone on from
     until: str | None = None  # a target, such as accuracy>=0.97
     goes_on: bool = False  # after it was reached
     longest_s: float | None = None
@@ -119,7 +120,7 @@ class RunPlan:
         without = (name for name in _JOINED if self.join is None and getattr(self, name) is None)
         hidden = {"strategy", "given", "fewest", *_SEEN, *ENGINE_FLAGS, *without}
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in hidden}
-        own["goes_on"], own["secure"] = own["goes_on"] or None, own["secure"] or None
+        own |= {name: own[name] or None for name in ("goes_on", "secure", "no_checkpoints")}
         own["hosts"] = self._nnodes
         return {**own, **self.strategy.settings}
 
@@ -203,6 +204,8 @@ class RunPlan:
     def _meeting(self) -> HostsSetting:
         assert self.rendezvous is not None
         own = {name: value for name, value in self.settings.items() if name not in _OF_ONE_HOST}
+        if self.save_on_stop is not None:  # where to is every host's own, but all save together
+            own["save_on_stop"] = "given"
         versions = {package: importlib.metadata.version(package) for package in ("paceline", "torch")}
         return HostsSetting(
             host=self.host,
@@ -238,6 +241,7 @@ class RunPlan:
             run_folder=str(run_folder.resolve()),
             save_on_stop=os.path.abspath(self.save_on_stop) if self.save_on_stop is not None else None,
             most_steps=self.most_steps,
+            checkpoints=not self.no_checkpoints,
             operation_timeout_s=self.operation_timeout_s,
             restarts=self.on_failure == "restart",
             slow=parse_slow(self.slow, self.strategy.replicas) if self.slow is not None else {},
@@ -305,6 +309,8 @@ def resolve(options: argparse.Namespace) -> RunPlan:
         _check_operation_timeout(given["operation_timeout_s"], strategy, hosts, on_failure)
     if "slow" in given:
         parse_slow(given["slow"], strategy.replicas)
+    if "no_checkpoints" in given and "save_on_stop" in given:
+        raise StrategyError("no-checkpoints", "set", "--save-on-stop writes one, give only one of them")
     if "goes_on" in given and "until" not in given:
         raise StrategyError("goes-on", "set", "it is about a target, add --until")
     as_given = (*_JOINED[1:], *_STOPS[1:], *_AS_GIVEN, *ENGINE_FLAGS, *_SEEN)

@@ -235,6 +235,11 @@ class Ledger:
             _append(self._dropped, place.epoch, range(place.position, self.length))
         self._place = LedgerPlace(following.step, following.epoch, following.start)
 
+    def take_batch_size(self, batch_size: int) -> None:
+        """Lease so many from now on."""
+        self.batch_size = batch_size
+        self._move(self._place)  # with drop_last, the rest of the epoch may be too small now
+
     def end_epoch(self, epoch: int) -> None:
         """The stream ran out: the next update begins with the first sample of `epoch + 1`."""
         if self.length is not None or epoch != self.epoch:

@@ -245,7 +245,8 @@ class Supervisor:
         if took_part and code in (0, INTERRUPTED):
             self._replicas.finished.add(replica.row)
         if code == INTERRUPTED and self._job.stops and not self._ending.begun:  # a replica counts its steps itself
-            self._stop(0, by="most-steps" if step >= (self._place.most_steps or math.inf) else "another host")
+            elsewhere = self._several and step < (self._place.most_steps or math.inf)
+            self._stop(0, by="another host" if elsewhere else "most-steps")
         elif code == INTERRUPTED and self._several and not self._ending.begun:  # its host has not told us yet
             self._stop(INTERRUPTED, by="another host")
         if code < 0 and not self._folder.has_failure(replica.rank):  # torch may crash on the way out of a failure

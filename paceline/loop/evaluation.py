@@ -57,6 +57,8 @@ class Evaluation:
             if not sums:
                 sums, counts = [0.0] * len(found), [0.0] * len(found)
                 self._names, self._counted = list(named), [count is not None for _, count in found]
+            elif list(named) != self._names:
+                raise _other_names(self._names, list(named))
             for index, (number, count) in enumerate(found):
                 if (count is not None) != self._counted[index]:
                     raise _other_kind(self._names[index], counted=count is not None)
@@ -114,6 +116,12 @@ class Evaluation:
 def as_added_up(result: EvaluationResult) -> list[float]:
     """Returns the sums of a result as a chief has them, behind numbers by which nobody disagrees."""
     return result.sums if result.names is None else [*[0.0] * CHECKS, *result.sums]
+
+
+def _other_names(before: list[Any], now: list[Any]) -> LossError:
+    first, then = (", ".join("a number" if name is None else str(name) for name in names) for names in (before, now))
+    expected = f"of the batch before it was {first}, return the same names in the same order for every batch"
+    return LossError("metric", then or "an empty dict", expected)
 
 
 def _other_kind(name: Any, *, counted: bool) -> LossError:

@@ -28,7 +28,7 @@ class KeptModel:
         self.consistent = False  # whether steps have been made, and none is half done
         self._write, self._process = write, os.getpid()
         self._folder: Path | None = None
-        trains = (place.recording, place.servers, place.serving, place.reaching) == (None,) * 4
+        trains = (place.recording, place.servers, place.serving, place.reaching) == (None,) * 4 and place.checkpoints
         if place.started_by == "paceline run" and place.run_folder is not None and trains:
             self._folder = Path(place.run_folder).resolve() / MODELS  # a script may go elsewhere
             # Not for longer than anybody has the trainer: a script may make many, one after another.

@@ -37,6 +37,8 @@ class ScriptPosition:
     @property
     def steps(self) -> int:
         """Updates of the whole run so far, as far as the ledger has them."""
+        if self._run is not None:
+            return self._run.step
         return self.steps_before + (self.ledger.step if self.ledger is not None else 0)
 
     @property
@@ -62,7 +64,7 @@ class ScriptPosition:
             self.steps_before, self.ledger = self._run.steps_before, asked
             self._run = None
         elif same and current is not None:
-            current.batch_size = asked.batch_size
+            current.take_batch_size(asked.batch_size)
         self._epochs += epochs
         if self._run is not None or self.ledger is None:
             return None

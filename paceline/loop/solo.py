@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.deadlines import call_limit
+from paceline.errors import ModelError
 from paceline.loop.engine import Batch, Closed, Computed
 from paceline.loop.lockstep import BatchShare, LockstepEngine
 from paceline.loop.passes import PlainWorker
@@ -88,6 +89,9 @@ class Solo(LockstepEngine):
 
     def optimizer_state(self) -> StateByName:
         names = parameter_names(self.model)
+        if strangers := [p for p in self._optimizer.state if p not in names]:
+            shape = tuple(strangers[0].shape)
+            raise ModelError("optimizer", f"a parameter of shape {shape}", "it is none of the model's, put it there")
         return {
             names[p]: {key: value for key, value in state.items() if value is not None}
             for p, state in self._optimizer.state.items()
@@ -102,7 +106,23 @@ class Solo(LockstepEngine):
         by_name = {name: p for p, name in parameter_names(self.model).items()}
         self._optimizer.state.clear()
         for name, held in optimizer.items():
-            self._optimizer.state[by_name[name]] = dict(held)
+            parameter = by_name[name]
+            self._optimizer.state[parameter] = {
+                key: _beside(parameter, key, value, self._group_of(parameter)) for key, value in held.items()
+            }
+
+    def _group_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        groups = self._optimizer.param_groups
+        return next((group for group in groups if any(own is parameter for own in group["params"])), {})
 
     def close(self) -> None:
         """Nothing is shared."""
+
+
+def _beside(parameter: torch.Tensor, key: str, value: Any, group: dict[str, Any]) -> Any:
+    """Returns what an optimizer keeps of a parameter, on its device. How often it was updated torch counts on the host,
+    unless the group says otherwise."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
+    return value if on_host else value.to(parameter.device)

@@ -113,6 +113,8 @@ class TrainingLoop:
         turned = self._position.turn_to(asked, epochs)
         if turned is None:
             return
+        if self.steps >= (self._place.most_steps or math.inf):  # an earlier run has made them all
+            self._stop()
         self._clock.pause()
         self._go_on_with_random_numbers()
         ledger, stop_epoch = turned
@@ -333,7 +335,8 @@ class TrainingLoop:
     # ── saving and resuming ──────────────────────────────────────────────────────────────────────────────
 
     def save(self, path: str | os.PathLike[str], keep: int = 2) -> None:
-        if self._place.reaching is not None:
+        # What is only looked at leaves the user's files alone: other runs may go on from them, these here among them.
+        if self._place.reaching is not None or self._place.recording is not None or not self._place.checkpoints:
             return
         self._join_if_restarted()
         self._clock.pause()
@@ -361,8 +364,8 @@ class TrainingLoop:
             self._write(path, keep=1)
 
     def resume(self, path: str | os.PathLike[str], fall_back: bool) -> bool:
-        if self._place.serving is not None:
-            return False  # training need not be over before there is a first batch
+        if self._place.serving is not None or not self._place.checkpoints:
+            return False  # training need not be over before there is a first batch; or it begins anew
         if self.engine.joining:
             return True  # takes over the state of the living instead
         if self._position.ledger is not None:

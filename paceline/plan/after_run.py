@@ -58,7 +58,7 @@ def cluster_here(calibration: Calibration, emulate: str | None, hosts: int = 1) 
     """Returns what a run has of this machine; None if it is on several real ones, whose links nobody has described."""
     cores = len(allowed_cores())
     if emulate is not None:
-        emulation = Emulation.parse(emulate)
+        emulation = Emulation.parse(emulate, may_join=True)
         return Cluster(
             hosts=emulation.hosts,
             link=emulation.link,

@@ -81,16 +81,24 @@ def check_plan(
             "paceline",
             "run",
             *(["-m"] if module else []),
-            os.path.abspath(script) if not module else script,
+            script,
         ]
-        command += [*plan.flags(), *emulated, "--quiet", "--run-folder", str(folder), "--", *arguments]
+        command += [
+            *plan.flags(),
+            *emulated,
+            "--no-checkpoints",
+            "--quiet",
+            "--run-folder",
+            str(folder),
+            "--",
+            *arguments,
+        ]
         with (Path(scratch) / "said").open("wb") as said:
             run = subprocess.Popen(
                 command,
                 stdout=subprocess.DEVNULL,
                 stderr=said,
                 start_new_session=True,
-                cwd=scratch if not module else None,
             )
             try:
                 lasted = _watch(run, folder, steps, enough_s)

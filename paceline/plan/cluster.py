@@ -13,6 +13,7 @@ MOST_HOSTS = 1024
 MOST_CORES = 1024
 # Names of links that people say without a rate.
 LINKS = {"100mbit": 1e8, "1gbit": 1e9, "10gbit": 1e10, "25gbit": 2.5e10, "40gbit": 4e10, "100gbit": 1e11}
+MOST_LINK_BITS = 1e12
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(mbit|gbit)")
 _UNITS = {"mbit": 1e6, "gbit": 1e9}
 
@@ -75,7 +76,7 @@ def link_bits(link: str) -> float:
     (10000000000.0, 250000000.0)
     """
     rate = _RATE.fullmatch(link)
-    if rate is None or not 1e6 <= float(rate[1]) * _UNITS[rate[2]] <= 1e12:
+    if rate is None or not 1e6 <= float(rate[1]) * _UNITS[rate[2]] <= MOST_LINK_BITS:
         known = ", ".join(nearest_first(link, list(LINKS)))
         raise InvalidInput("link", link, f"give a rate such as {known}")
     return float(rate[1]) * _UNITS[rate[2]]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from paceline.plan.candidates import replica_counts
-from paceline.plan.cluster import Cluster
+from paceline.plan.cluster import MOST_LINK_BITS, Cluster
 from paceline.plan.far_servers import far_servers, step_cost
 from paceline.plan.mirrored_step import local_steps
 from paceline.plan.predict import StepPredictor
@@ -18,6 +18,7 @@ from paceline.rules import Sync
 NEARLY = 0.97  # of the most that can be had: fewer devices for that much are the point of saturation
 _WORTH_SAYING = 1.03
 _LOCAL_STEPS = 8
+_FASTER_LINK = 10  # times as fast
 
 
 # Plans that are not those of one process, and what they do instead.
@@ -107,7 +108,7 @@ def levers(predictor: StepPredictor, plan: Prediction, everything: Sequence[Pred
         for wire in ("bf16", "int8"):
             other = predictor.mirrored(replicas, hosts, wire).samples_per_s
             add(f"a wire of {wire}", other, f"--wire {wire}")
-        faster = StepPredictor(profile, predictor.calibration, _with_link(cluster, 10))
+        faster = StepPredictor(profile, predictor.calibration, _with_link(cluster, _FASTER_LINK))
         other = faster.mirrored(replicas, hosts, plan.strategy.wire).samples_per_s
         add(f"links of {faster.cluster.link} instead of {cluster.link}", other, "another network")
         for fewer in range(1, hosts):
@@ -151,6 +152,6 @@ def _local(predictor: StepPredictor, replicas: int, hosts: int) -> tuple[str, fl
 
 
 def _with_link(cluster: Cluster, times: float) -> Cluster:
-    bits = cluster.link_bytes_per_s * 8 * times
+    bits = min(MOST_LINK_BITS, cluster.link_bytes_per_s * 8 * times)
     link = f"{bits / 1e9:g}gbit" if bits >= 1e9 else f"{bits / 1e6:g}mbit"
     return msgspec.structs.replace(cluster, link=link)

@@ -24,6 +24,8 @@ class ShareCompute:
     def of(self, samples: float, on_host: int) -> Timing:
         """Returns forward and backward of so many samples, by each of `on_host` processes of a host."""
         if self.cluster.device is not None:
+            if self.profile.traced:  # there, and so no estimate
+                return self._at(samples, max(share.threads for share in self.profile.shares))
             return self._on_described(samples)
         if on_host > self.cluster.cores:  # they share cores, and take turns; while one waits another works
             one = self._threads(samples, 1)

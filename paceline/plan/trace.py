@@ -26,18 +26,23 @@ def with_trace(profile: Profile, path: Path) -> Profile:
     computed = statistics.median(steps) - (statistics.median(updates) if updates else 0.0)
     if computed <= 0:
         raise InvalidInput("trace", str(path), "its steps are no longer than the optimizer's updates in them")
-    whole = max(profile.shares, key=lambda share: (share.samples, share.threads == 1 and share.busy))
-    factor = computed / whole.timing.seconds
+    whole = max(profile.shares, key=lambda share: (share.samples, share.threads, share.busy))
+    factor = computed / profile.accumulate / whole.timing.seconds  # what was measured is one pass of a step
     spread = (max(steps) - min(steps)) / 2
     shares = tuple(
         msgspec.structs.replace(
-            share, timing=_wider(share.timing.times(factor), spread * share.samples / whole.samples)
+            share,
+            timing=_wider(share.timing.times(factor), spread / profile.accumulate * share.samples / whole.samples),
         )
         for share in profile.shares
     )
     update = Timing(*([statistics.median(updates)] * 3)) if updates else profile.update
     return msgspec.structs.replace(
-        profile, shares=shares, update=update, left_out=(*profile.left_out, f"compute times are those of {path.name}")
+        profile,
+        shares=shares,
+        update=update,
+        traced=True,
+        left_out=(*profile.left_out, f"compute times are those of {path.name}"),
     )
 
 

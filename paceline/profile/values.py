@@ -101,6 +101,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     cuts: tuple[CutTrial, ...] = ()
     seconds: float = 0.0  # that measuring took
     left_out: tuple[str, ...] = ()  # for lack of time, in words
+    traced: bool = False  # computing was not measured here: its times are those of a trace
 
     @property
     def works(self) -> float:

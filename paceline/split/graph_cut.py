@@ -233,7 +233,7 @@ def _same_function(one: Function, other: Function) -> bool:
     if one is other:
         return True
     code, others = getattr(one, "__code__", None), getattr(other, "__code__", None)
-    if code is None or code is not others:
+    if code is None or code is not others or getattr(one, "__self__", None) is not getattr(other, "__self__", None):
         return False
 
     def kept(function: Any) -> list[Any]:

@@ -175,6 +175,9 @@ SENTENCES = {
     "run train.py --run-folder ": "run-folder is '': give the name of a folder, or leave it out",
     f"run {'s' * 5000}": "script is 'ssss",
     f"run train.py --replicas {'9' * 5000}": "replicas is '9999",
+    "run train.py --no-checkpoints --save-on-stop last.safetensors": (
+        "no-checkpoints is 'set': --save-on-stop writes one, give only one of them"
+    ),
     "run train.py --stages 2 --cut-at ": "cut-at is '': give names of modules, such as blocks.2,blocks.4",
     "verify train.py --replicas 100000": "replicas is 100000: give at most 2031 a host",
     "verify train.py --replicas 2000": "replicas is 2000: torch alone takes",

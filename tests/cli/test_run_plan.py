@@ -300,3 +300,14 @@ def test_any_text_after_a_flag_makes_a_plan_or_a_sentence(flag: str, text: str) 
     told = io.StringIO()
     with redirect_stderr(told), suppress(InvalidInput, SystemExit):
         plan_of("train.py", *typed, *WITH.get(flag, ()))
+
+
+def test_hosts_compare_whether_they_save_when_they_are_stopped_and_not_where_to(tmp_path: Path) -> None:
+    def compared(*given: str) -> object:
+        plan = plan_of("train.py", "--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "127.0.0.1:29500", *given)
+        hosts = plan.job(plan.place(tmp_path)).hosts
+        assert hosts is not None
+        return hosts.settings
+
+    one, other = (compared("--save-on-stop", f"{name}.safetensors") for name in ("one", "other"))
+    assert one == other != compared()

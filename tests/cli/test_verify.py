@@ -127,9 +127,13 @@ def test_a_mistake_of_a_millionth_shows_in_float64_and_not_in_float32(verify: Ve
 
 
 def test_what_evaluate_and_a_predictor_give_is_compared(verify: Verify) -> None:
-    asking = script(before="predictor = trainer.predictor()", after="trainer.evaluate((x, y), correct); predictor(x)")
+    asking = script(
+        before="predictor = trainer.predictor(); trainer.resume('saved.safetensors')",
+        after="trainer.evaluate((x, y), correct); predictor(x); trainer.save('saved.safetensors')",
+    )
     run = verify(asking, "--replicas 2 --steps 3")
     assert run.code == 0, run.out + run.err
+    assert not list(run.folder.glob("*.safetensors")), "what is compared does not go on from what it was compared with"
     assert "steps, with the loss in eval mode, the model's answer, 2 evaluations and 2 predictions; " in run.out
     other = asking.replace("predictor(x)", "predictor(x + trainer.replicas)")
     run = verify(other, "--replicas 2 --steps 3")

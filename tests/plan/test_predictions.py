@@ -71,6 +71,11 @@ def test_the_link_decides_where_replicas_saturate_and_a_faster_one_moves_that() 
     assert gains["links of 1gbit instead of 100mbit"] > gains["a wire of bf16"]
 
 
+def test_of_the_fastest_link_nobody_knows_a_faster_one() -> None:
+    report = make_report(profile(parameters=500_000, batch_size=256), calibration(), slow_links(4, "400gbit"))
+    assert not any(lever.what.startswith("links of") for lever in report.levers)
+
+
 def test_a_closed_form_of_the_link_agrees_with_the_simulator() -> None:
     """Two descriptions of the same step: what is left of the link's time when backward is over."""
     from paceline.plan.far_servers import step_cost
@@ -234,8 +239,11 @@ def test_a_trace_replaces_what_was_measured(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}))
     found = with_trace(profile(), path)
-    whole = max(found.shares, key=lambda share: (share.samples, share.threads == 1 and share.busy))
-    assert whole.timing.seconds == pytest.approx(0.008)
+    assert StepPredictor(found, calibration(), HERE).compute.of(64, 1).seconds == pytest.approx(0.008)
+    twice = with_trace(profile(accumulate=2), path)  # a step of the trace is both of its passes
+    assert StepPredictor(twice, calibration(), HERE).compute.of(128, 1).seconds == pytest.approx(0.008)
+    there = Cluster(hosts=1, cores=2, memory_bytes=1, device="a100")
+    assert StepPredictor(found, calibration(), there).compute.of(64, 1).seconds == pytest.approx(0.008)
     assert found.update.seconds == pytest.approx(0.001)
     path.write_text('{"traceEvents": []}')
     with pytest.raises(InvalidInput, match="call prof"):

@@ -40,6 +40,12 @@ temperature = 0.5
 told["changed"].append(trainer.evaluate((x, y), metric))
 model.gain = 0.25
 told["changed"].append(trainer.evaluate((x, y), metric))
+class Scaled:
+    def __init__(self, times):
+        self.times = times
+    def metric(self, model, batch):
+        return model(*batch) * self.times
+told["of objects"] = [trainer.evaluate((x, y), Scaled(times).metric) for times in (1.0, 3.0)]
 told["predicted"] = ask(x[:2]).tolist()
 told["scaled"] = [ask(x[:2], scale=scale).sum().item() for scale in (1.0, 2.0, 3.0)]
 model.eval()
@@ -65,6 +71,7 @@ def test_calls_of_every_kind_are_those_of_the_whole_model(start: Start, flags: s
             assert _flat(value) == pytest.approx(_flat(alone[name]), rel=1e-12), name
     assert len(set(alone["evaluated"])) == 1
     assert len(set(alone["changed"])) == 3
+    assert alone["of objects"][1] == pytest.approx(3 * alone["of objects"][0])
 
 
 def _flat(value: object) -> list[float]:

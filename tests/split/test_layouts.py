@@ -27,6 +27,7 @@ from paceline.loop.returned_loss import read_loss
 from paceline.loss_value import Weight
 from paceline.split.layout import LayoutCut
 from paceline.split.layout.atoms import Atom, join, leaves, regroup, size
+from paceline.split.layout.on_parts import WholeMask, attend
 from paceline.split.layout.show import dims_of
 from paceline.split.values import Layout
 
@@ -259,6 +260,97 @@ def test_patterns_that_do_not_fit_are_told(patterns: dict[str, str], sentence: s
         dims_of(answered, Language(), TOKENS, patterns)
 
 
+# ── what people write ────────────────────────────────────────────────────────────────────────────────────────
+
+
+class LookedAtTwice(nn.Module):
+    """The same layer without gradients first, and then with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.fc1, self.fc2 = nn.Linear(6, 6), nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.relu(self.first(x))
+        with torch.no_grad():
+            gate = torch.sigmoid(self.fc1(h)).mean()
+        return self.fc2(torch.relu(self.fc1(h))) * gate
+
+
+class MovingMean(nn.Module):
+    """A buffer that is written in training, and read along a dim that is cut."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.fc1(x)
+        if self.training:
+            self.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+        return self.fc2(torch.relu(h - self.mean))
+
+
+class SharedByHeads(nn.Module):
+    """Every head goes through one layer, and what it gives is cut along the axis of the heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.feature, self.last = nn.Linear(6, 12), nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.feature(self.q(x).view(-1, 2, 6))).mean(1))
+
+
+class NormedPlaces(nn.Module):
+    """A BatchNorm whose statistics go over a dim that is cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(5), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.norm(self.up(x[:, None] * torch.arange(1.0, 6.0)[:, None])))).mean(1)
+
+
+class Pairs(nn.Module):
+    """One dim that is added up over twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 8)
+        self.u, self.v = nn.Parameter(torch.randn(8, 3)), nn.Parameter(torch.randn(8, 3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("bi,ir,jr,bj->b", self.table(ids[:, 0]), self.u, self.v, self.table(ids[:, 1]))
+
+
+class Squeezed(nn.Module):
+    """As many outputs as devices: a part of one is no dim of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.last = nn.Linear(6, 8), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.fc(x))).squeeze().narrow(1, 0, 2) - x[:, :2]
+
+
+class TwoFactorsOfClasses(nn.Module):
+    """Classes that are pairs of something, in a loss over them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coarse, self.fine = nn.Linear(6, 4), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = (self.coarse(x)[:, :, None] + self.fine(x)[:, None]).flatten(1)
+        return F.cross_entropy(scores, torch.arange(len(x)) % 12, reduction="none")
+
+
 # ── cutting ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -331,6 +423,13 @@ def compare(build: object, x: torch.Tensor, mesh: dict[str, int], layout: dict[s
         (InPlace, PICTURES, {"model": 2}, {"channels": "model"}),
         (Residual, ROWS, {"model": 2}, {"hidden": "model"}),
         (Deciding, ROWS, {"model": 2}, {"out": "model"}),
+        (LookedAtTwice, ROWS, {"model": 2}, {"hidden2": "model"}),
+        (MovingMean, ROWS, {"model": 2}, {"hidden": "model"}),
+        (SharedByHeads, ROWS, {"model": 2}, {"factor": "model", "hidden": "model"}),
+        (NormedPlaces, ROWS, {"model": 2}, {"hidden": "model"}),
+        (Pairs, TOKENS, {"model": 2}, {"embed": "model"}),
+        (Squeezed, ROWS, {"model": 2}, {"out": "model"}),
+        (TwoFactorsOfClasses, ROWS, {"model": 2}, {"out": "model"}),
     ],
     ids=[
         "heads",
@@ -343,6 +442,13 @@ def compare(build: object, x: torch.Tensor, mesh: dict[str, int], layout: dict[s
         "in place",
         "a square weight",
         "kept whole",
+        "without gradients first",
+        "a buffer that is written",
+        "a layer that heads share",
+        "statistics over a dim that is cut",
+        "one dim added up twice",
+        "a part of one",
+        "classes of two factors",
     ],
 )
 @pytest.mark.filterwarnings("ignore:layout")  # what stays whole is told
@@ -350,6 +456,15 @@ def test_a_cut_model_computes_the_same(
     build: object, x: torch.Tensor, mesh: dict[str, int], layout: dict[str, str]
 ) -> None:
     compare(build, x, mesh, layout)
+
+
+def test_attention_of_rows_that_may_look_at_nothing_is_torchs() -> None:
+    q, k, v = torch.randn(3, 2, 4, 5, 6, generator=torch.Generator().manual_seed(0)).unbind()
+    seen = (torch.arange(5) > 0) & torch.ones(5, 5, dtype=torch.bool).tril()
+    every = WholeMask((2, 4, 5, 5), torch.empty(2, 4, 5, 5).stride(), ())
+    found = attend(q, k, v, seen, 0.0, is_causal=False, scale=None, mask=every)
+    torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k, v, seen))
+    assert not every.draw(1.0, torch.float32).any(), "all is dropped, and none of it is divided by nothing"
 
 
 def test_a_dropout_module_on_parts_drops_nothing_in_an_evaluation() -> None:

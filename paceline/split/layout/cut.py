@@ -39,6 +39,7 @@ class LayoutCut(GraphCut):
         self._dimensions: ModelDims
         self._decided: tuple[CallGraph, GraphRewriter]  # by which parameters are cut
         self._axes: Axes
+        self._written: set[str] = set()  # buffers that change in place, and so are whole
 
     def name_dims(self, dims: Mapping[str, str]) -> None:
         self._patterns = dims
@@ -63,7 +64,8 @@ class LayoutCut(GraphCut):
             for dim, axis in self._layout.layout.items():
                 self._tell_of_others(names, dim, axis)
         self._axes = Axes(self._groups, cuts)
-        rewriter = GraphRewriter(dims, self._axes, self._usage, decides=True)
+        self._written = dims.written
+        rewriter = GraphRewriter(dims, self._axes, self._usage, self._written, decides=True)
         self._decided = kept.graph, rewriter
         if rewriter.whole and self.peers.first:
             most = sorted(rewriter.whole.items(), key=lambda entry: -entry[1])[:3]
@@ -116,13 +118,16 @@ class LayoutCut(GraphCut):
                     "layout", f"a dim of {atom.size}", "called like this the model divides it further than in the loss"
                 )
         axes = Axes(self._groups, {atom.find(): axis for atom, axis in cuts.items()})
-        return GraphRewriter(found, axes, self._usage, decides=False)
+        for name in sorted(found.written - self._written):
+            if axes.cuts(dimensions.parameters[name]):
+                raise ModelError("layout", name, "called like this the model changes that buffer, which is in parts")
+        return GraphRewriter(found, axes, self._usage, self._written, decides=False)
 
     # ── parts ────────────────────────────────────────────────────────────────────────────────────────────
 
     def part_of(self, name: str) -> TensorPart:
         dims = self._dimensions.parameters[name]
-        cuts = self._axes.cuts(dims)
+        cuts = self._axes.cuts(dims) if name not in self._written else {}
         # Along an axis it does not lie along, either everybody has a summand or the first one speaks for all.
         adds = all(
             axis in cuts.values() or self._usage.is_summand(name, axis) or self._coordinates[axis] == 0

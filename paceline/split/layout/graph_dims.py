@@ -40,6 +40,7 @@ class GraphDims:
         self.inputs: list[Dims] = []
         self.seen_as: list[tuple[Dim, str]] = []  # dims of parameters, and as what an operator has used them
         self.changing = changed_groups(call.nodes)
+        self.written = _written(call, self.changing)
 
     def join(self, rules: Mapping[str, Rule]) -> None:
         """Goes through the graph, and lets the rule of every operator join the dims that are the same."""
@@ -102,6 +103,16 @@ class GraphDims:
 
 
 Rule = Callable[[GraphDims, fx.Node], Op | None]
+
+
+def _written(call: CallGraph, changing: Mapping[fx.Node, fx.Node]) -> set[str]:
+    """Returns the buffers that are changed in place. Who changes one must have all of it, and so must who sees that; a
+    BatchNorm changes its own, channel by channel."""
+    found = set()
+    for node in call.nodes:
+        if name_of(node) != "batch_norm":
+            found |= {call.names.get(changing.get(operand, operand), "") for operand in changed_by(node)}
+    return found - {""}
 
 
 def has_tensors(value: Any) -> bool:

@@ -115,7 +115,9 @@ class WholeMask:
 
     def draw(self, p: float, kind: torch.dtype) -> torch.Tensor:
         """Returns this device's part of the mask, scaled."""
-        mask = torch.empty_strided(self.shape, self.strides, dtype=kind).bernoulli_(1 - p).div_(1 - p)
+        mask = torch.empty_strided(self.shape, self.strides, dtype=kind).bernoulli_(1 - p)
+        if p < 1:
+            mask.div_(1 - p)
         for dim, whole, inner, group in self.cuts:
             ends = bounds(whole, group.count)
             start, stop = ends[group.index], ends[group.index + 1]
@@ -152,7 +154,9 @@ def attend(
         scores = scores.masked_fill(~allowed, float("-inf"))
     if bias is not None:
         scores = scores.masked_fill(~bias, float("-inf")) if bias.dtype == torch.bool else scores + bias
-    return (scores.softmax(-1) * mask.draw(p, scores.dtype)) @ value
+    nothing = (scores == float("-inf")).all(-1, keepdim=True)  # who may look at nothing finds nothing, as in torch
+    looked_at = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
+    return (looked_at * mask.draw(p, scores.dtype)) @ value
 
 
 # ── classes in parts ─────────────────────────────────────────────────────────────────────────────────────────

@@ -15,7 +15,7 @@ device computes it alike. A parameter's gradient is not summed here: its owner a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,8 +53,9 @@ class _Plan:
 class GraphRewriter:
     """Makes, of a graph of which the dims are known, the one of this device."""
 
-    def __init__(self, dims: GraphDims, axes: Axes, usage: Usage, *, decides: bool) -> None:
-        """`decides`: this is the graph by which `usage` is found out; otherwise that is what holds."""
+    def __init__(self, dims: GraphDims, axes: Axes, usage: Usage, written: Collection[str], *, decides: bool) -> None:
+        """`written`: buffers that are whole on every device, whatever dims they have. `decides`: this is the graph by
+        which `usage` is found out; otherwise that is what holds."""
         self._dims, self._axes, self._usage = dims, axes, usage
         self._names = dims.call.names
         self._cut: dict[fx.Node, Cuts] = {}  # of nodes of the old graph
@@ -62,7 +63,7 @@ class GraphRewriter:
         self.whole: dict[str, int] = {}  # operators that had parts put together for want of a rule: elements
         call = dims.call
         for node in (*call.inputs, *call.tensors.values(), *call.constants):
-            self._cut[node] = axes.cuts(dims.dims[node]) if node in self._names else {}
+            self._cut[node] = axes.cuts(dims.dims[node]) if self._names.get(node, "") not in ("", *written) else {}
         for node in call.nodes:
             self._plan(node, dims.ops[node], decides=decides)
 
@@ -119,7 +120,7 @@ class GraphRewriter:
 
     def _works_along(self, node: fx.Node, op: Op, operands: Sequence[fx.Node]) -> tuple[set[Atom], Cuts]:
         """Returns the atoms that must be whole, and those that are in parts with their axes."""
-        of_tensors = [dims for value in (op.out, *(self._dims.dims[o] for o in operands)) for dims in _each(value)]
+        of_tensors = [dims for operand in operands for dims in _each(self._dims.dims[operand])] + _worked_on(op)
         squares = {leaf for dims in of_tensors for leaf in repeated(dims)}
         needed = {leaf for dim in op.whole for leaf in leaves(dim)} | squares
         kept = {leaf for dim in (*flat_dims(op.out), *op.summed) for leaf in leaves(dim)}
@@ -128,7 +129,7 @@ class GraphRewriter:
             for operand in operands:
                 target |= {atom: axis for atom, axis in self._cut[operand].items() if atom not in needed}
             # What is neither in the result nor added up would be lost.
-            lost = set() if op.kind in _ENDS_A_DIM else {atom for atom in target if atom not in kept}
+            lost = {atom for atom in target if atom not in kept} - self._ended(node, op)
             twice = self._twice(node, op, operands, target) if not lost else None
             if not lost and twice is None:
                 break
@@ -140,11 +141,15 @@ class GraphRewriter:
                 self.whole[name] = self.whole.get(name, 0) + elements
         return needed, target
 
+    def _ended(self, node: fx.Node, op: Op) -> set[Atom]:
+        """Returns the atoms of which an operator finds by itself what comes of them in parts: the classes of a loss."""
+        classes = leaves(self._dims.of(given(node)["self"])[1]) if op.kind == "cross entropy" else []
+        return set(classes) if len(classes) == 1 else set()
+
     def _twice(self, node: fx.Node, op: Op, operands: Sequence[fx.Node], target: Cuts) -> Atom | None:
         """Returns an atom of a tensor that would lie along one axis with two dims; refuses a parameter's."""
         of_operands = [(operand, self._dims.dims[operand]) for operand in operands]
-        results = op.out if isinstance(op.out, tuple) else (op.out,)
-        for operand, dims in (*of_operands, *((None, out) for out in results)):
+        for operand, dims in (*of_operands, *((None, worked_on) for worked_on in _worked_on(op))):
             seen: set[str] = set()
             for atom in {leaf: None for dim in flat_dims(dims) for leaf in leaves(dim) if leaf in target}:
                 if target[atom] in seen:
@@ -172,6 +177,11 @@ class GraphRewriter:
         if operand not in self._names and isinstance(value, torch.Tensor) and value.is_floating_point():
             for axis in self._axes.groups:
                 if axis in working and axis not in cut.values():
+                    found = self._once(operand, found, copied, self._axes.groups[axis])
+        elif operand in self._names:
+            # A part that was put together for an operator that works along the same axis by another dim.
+            for axis in set(self._cut[operand].values()) - set(cut.values()):
+                if axis in working:
                     found = self._once(operand, found, copied, self._axes.groups[axis])
         return found
 
@@ -219,7 +229,8 @@ class GraphRewriter:
     def _once(self, operand: fx.Node, found: fx.Node, function: Any, *arguments: Any) -> fx.Node:
         """Returns a node that does `function` to `found`; for several operators it is done once, unless the operand is
         changed in place somewhere."""
-        key = (found, function, *(id(a) if isinstance(a, DeviceGroup) else a for a in arguments))
+        # Made without gradients it has none for whoever wants some.
+        key = (self._mode, found, function, *(id(a) if isinstance(a, DeviceGroup) else a for a in arguments))
         if key not in self._known or operand in self._dims.changing:
             self._known[key] = self._call(function, (found, *arguments))
         return self._known[key]
@@ -333,8 +344,8 @@ class GraphRewriter:
         return on_parts.attend, (*(a[name] for name in names), mask)
 
     def _cross_entropy(self, node: fx.Node, op: Op, target: Cuts, groups: Any, a: dict[str, Any]) -> Call | None:
-        (atom, *more) = leaves(self._dims.of(given(node)["self"])[1])
-        if more or atom not in target:
+        atom = next((atom for atom in self._ended(node, op) if atom in target), None)
+        if atom is None:
             return None
         start, _ = self._axes.range(atom)
         group = self._axes.groups[target[atom]]
@@ -367,6 +378,11 @@ def _each(dims: Any) -> list[list[Dim]]:
     return [part for own in dims for part in _each(own)] if isinstance(dims, tuple) else [dims or []]
 
 
+def _worked_on(op: Op) -> list[list[Dim]]:
+    """Returns the dims that an operator goes over for each tensor that it gives: those of it, and those it adds up."""
+    return [[*dims, *op.summed] for dims in _each(op.out)]
+
+
 def _mapped(value: Any, nodes: Mapping[fx.Node, fx.Node]) -> Any:
     return fx.map_arg(value, nodes.__getitem__) if isinstance(value, (fx.Node, tuple, list)) else value
 
@@ -392,5 +408,4 @@ _ON_PARTS: dict[str, Callable[..., Call | None]] = {
     "reshape": GraphRewriter._reshape,
     "sizes": GraphRewriter._expand,
 }
-_ENDS_A_DIM = ("cross entropy",)  # operators that find by themselves what comes of a dim in parts
 _ALWAYS = ("linear", "batch norm")  # ours also where nothing is cut: gradients in place, statistics of all replicas

@@ -89,7 +89,7 @@ def per_channel(t: GraphDims, node: fx.Node) -> Op | None:
     of_channels = [t.of(a[name]) for name in ("weight", "bias", "running_mean", "running_var")]
     if not all(join(own[0], out[1]) for own in of_channels if own):
         return None
-    return Op(out, kind="batch norm")
+    return Op(out, whole=[out[0], *out[2:]] if a["training"] else [], kind="batch norm")  # of these are statistics
 
 
 # ── products ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -275,7 +275,7 @@ def squeeze(t: GraphDims, node: fx.Node) -> Op | None:
     asked = given(node).get("dim")
     which = range(len(x)) if asked is None else asked if isinstance(asked, (tuple, list)) else [asked]
     gone = {at % len(x) for at in which if size(x[at]) == 1} if x else set()
-    return Op([dim for at, dim in enumerate(x) if at not in gone])
+    return Op([dim for at, dim in enumerate(x) if at not in gone], kind="reshape")  # a part of 1 is no dim of 1
 
 
 def reduction(t: GraphDims, node: fx.Node) -> Op | None:
@@ -360,7 +360,7 @@ def part(t: GraphDims, node: fx.Node) -> Op | None:
     if "index" in a and isinstance(a["index"], int):
         return Op([*x[:at], *x[at + 1 :]], whole=[x[at]])
     if t.shape(node) == t.shape(node.args[0]):  # type: ignore[arg-type]
-        return Op(list(x))
+        return Op(list(x), kind="reshape")
     return Op([*x[:at], t.fresh(t.value(node))[at], *x[at + 1 :]], whole=[x[at]])
 
 
