@@ -3,7 +3,7 @@
     arrive ─▶ waiting ──dispatch──▶ running on a process ──▶ answered
        │         │                      │
        │         ├─ leave (client gone) ├─ failed together: waits again, alone
-       │         └─ expire              └─ its process died: waits again, at most `MOST_TRIES` times
+       │         └─ expire              └─ its process died: waits again, alone, at most `MOST_TRIES` times
        └─ refused at once: no room, or its deadline cannot be met
 
 A request that finds a free process goes at once: nobody waits for a batch to fill. Those that find all processes busy
@@ -40,7 +40,7 @@ class Asked:
     rows: int  # that its tensors have; 0: they have no first dim in common, and it always goes alone
     deadline: float
     version: int | None = None  # that must answer it; None: the newest
-    alone: bool = False  # it failed together with others
+    alone: bool = False  # it failed, or its process died, together with others
     tries: int = 0  # processes that have died over it
 
     @property
@@ -177,12 +177,15 @@ class RequestQueue:
         self._processes[name] = _ProcessState(version)
 
     def remove_process(self, name: str) -> list[Asked]:
-        """A process is no more. What it was at waits again, in front; returns those that have had enough tries."""
+        """A process is no more. What it was at waits again, in front, and each request alone: one of them may have
+        killed it, and would kill the next with all others. Returns those that have had enough tries."""
         self._ahead.clear()
         state = self._processes.pop(name, None)
+        batch = state.running if state is not None else []
         given_up = []
-        for asked in reversed(state.running if state is not None else []):
+        for asked in reversed(batch):
             asked.tries += 1
+            asked.alone = asked.alone or len(batch) > 1
             if asked.tries < MOST_TRIES:
                 self._put_back(asked)
             else:
@@ -312,7 +315,8 @@ class RequestQueue:
         return self._time(batch[0].shape).of(max(1, sum(asked.rows for asked in batch)))
 
     def _time(self, shape: Hashable) -> ServiceTime:
-        time = self._times.setdefault(shape, ServiceTime())
+        if (time := self._times.get(shape)) is None:
+            time = self._times[shape] = ServiceTime()
         self._times.move_to_end(shape)
         if len(self._times) > MOST_SHAPES:
             self._times.popitem(last=False)

@@ -24,6 +24,7 @@ from paceline.serve.served_tensor import ANY, NUMPY_NAMES, ServedTensor
 NPY_MAGIC = b"\x93NUMPY"
 MOST_PIXELS = 50_000_000
 _IMAGES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM", b"RIFF")
+_IMAGE_FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP")  # others start programs (EPS), or are rarely used and tested
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def _read_image(body: bytes, specs: list[ServedTensor] | None) -> np.ndarray:
     spec = specs[0] if specs is not None else None
     channels, height, width, flat = _picture(spec)
     try:
-        with Image.open(io.BytesIO(body)) as image:
+        with Image.open(io.BytesIO(body), formats=_IMAGE_FORMATS) as image:
             if image.width * image.height > MOST_PIXELS:
                 raise bad("size of the image", [image.width, image.height], f"give up to {MOST_PIXELS:,} pixels")
             picture = image.convert("L" if channels == 1 else "RGB").resize((width, height))
@@ -119,7 +120,7 @@ def _read_image(body: bytes, specs: list[ServedTensor] | None) -> np.ndarray:
         struct.error,
         Image.DecompressionBombError,
     ):
-        raise RequestError(BAD, "the body is no image that can be read: send PNG or JPEG") from None
+        raise RequestError(BAD, "the body is no image that can be read: send PNG, JPEG, GIF, BMP or WebP") from None
     pixels = np.asarray(picture, dtype=np.float32).reshape(height, width, channels) / 255
     return pixels.reshape(1, -1) if flat else np.ascontiguousarray(pixels.transpose(2, 0, 1))[None]
 

@@ -46,7 +46,7 @@ from paceline.serve.open_inference import (
     write_answer,
 )
 from paceline.serve.openapi import openapi, openapi_page
-from paceline.serve.request_error import BAD, NOT_COMPUTED, UNAUTHORIZED, UNKNOWN, RequestError, bad
+from paceline.serve.request_error import BAD, FORBIDDEN, NOT_COMPUTED, UNAUTHORIZED, UNKNOWN, RequestError, bad
 from paceline.serve.served_model import Arrays, ServedAnswer, ServedModel
 from paceline.serve.served_tensor import ModelDescription, ServedTensor
 
@@ -169,16 +169,19 @@ class HttpApp:
     def finish(self, request: HttpRequest, begun: BegunRequest) -> Response:
         """Returns the answer to a request that was begun, whose future is done."""
         _, write = self._asking[request.path]
+        error = begun.future.exception()  # raised, it would hold this frame, which holds the future, which holds it
+        if isinstance(error, RequestError):
+            return self._sorry(error)
         try:
             answer = begun.future.result()
             self._learn(begun.asked.inputs, answer)
             return write(begun.asked, answer)
-        except RequestError as error:
-            return self._sorry(error)
+        except RequestError as wrong:
+            return self._sorry(wrong)
 
     def note(self, scope: Scope, status: int, seconds: float, size: int) -> None:
         """Counts, times and logs a request; status 0 is one whose client went away."""
-        self._model.metrics.requests.labels(str(status or "gone")).inc()
+        self._model.metrics.count_request(status)
         self._model.metrics.request_seconds.observe(seconds)
         self._log.write(scope, status, seconds, size)
 
@@ -196,6 +199,10 @@ class HttpApp:
 
     def _let_in(self, request: HttpRequest) -> None:
         token = self._settings.token
+        if token is None and request.scope["method"] == "POST" and (origin := request.foreign_origin) is not None:
+            # a browser has every page it shows ask what is on this machine, and without a token nothing else tells
+            sentence = f"Origin is {origin[:100]!r}: without --token-file only this server's own page may ask"
+            raise RequestError(FORBIDDEN, sentence)
         if token is None or request.path in OPEN_TO_ALL:
             return
         if not hmac.compare_digest(request.authorization, f"Bearer {token}".encode()):

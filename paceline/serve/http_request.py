@@ -51,6 +51,16 @@ class HttpRequest:
         return self._headers.get(b"authorization", b"")
 
     @property
+    def foreign_origin(self) -> str | None:
+        """Returns where the web page is from that has a browser ask this, if that is not this server; None: it is, or
+        no page asks. The scheme does not matter, since whoever stands in front may speak https for this server."""
+        if b"origin" not in self._headers:
+            return None
+        origin, host = self._headers[b"origin"], self._headers.get(b"host", b"")
+        own = (b"http://" + host, b"https://" + host)
+        return None if host and origin.lower() in [one.lower() for one in own] else origin.decode("latin1")
+
+    @property
     def json_length(self) -> int | None:
         """Returns how many bytes of the body are JSON, if others follow."""
         if b"inference-header-content-length" not in self._headers:

@@ -21,7 +21,7 @@ from paceline.errors import CheckpointError, PacelineError, ReplicaDied
 from paceline.serve.batching import Asked, Refusal, RequestQueue
 from paceline.serve.model_process import Answered, Died, Event, Failed, Ready
 from paceline.serve.request_error import NOT_COMPUTED, REFUSED, TOO_LATE, UNAVAILABLE, UNKNOWN, RequestError
-from paceline.serve.row_batches import divided, put_together, shape_of
+from paceline.serve.row_batches import PaddedSizes, has_rows, put_together, shape_of
 from paceline.serve.served_model import Arrays, ServedAnswer
 from paceline.serve.serving_metrics import ServingMetrics
 from paceline.serve.template import Template
@@ -29,7 +29,7 @@ from paceline.serve.version_processes import VersionProcess, VersionProcesses
 from paceline.serve.version_source import VersionSource
 
 AWAKE_S = 0.001  # that an answer is looked for, instead of waited for, if it takes no longer
-STUCK_S = 60.0  # that a process may be at one batch, beyond ten deadlines, before it is killed
+STUCK_S = 60.0  # that a process may be at one batch, beyond ten times its longest deadline, before it is killed
 
 
 @dataclass
@@ -65,10 +65,10 @@ class ModelPool:
         `member`: its name in an ensemble. `pads`: inputs that are padded, so that requests of several sizes go
         together."""
         self.queue, self.metrics, self._source, self._note, self._member = queue, metrics, source, note, member
-        self._pads = frozenset(pads)
+        self._sizes = PaddedSizes(pads)
         metrics.queue_depth.labels(member).set_function(lambda: len(queue.waiting))
         metrics.processes.labels(member).set_function(lambda: queue.processes)
-        self._stuck_s = STUCK_S + 10 * deadline_s
+        self._deadline_s = deadline_s
         self._processes = VersionProcesses(template, source, cores, heard=self._heard, note=note)
         self._pending: dict[int, Pending] = {}
         self._loading = asyncio.Lock()
@@ -142,7 +142,7 @@ class ModelPool:
         if version is not None and version != self.queue.version and version not in self.queue.versions:
             raise RequestError(UNKNOWN, f"version is {version}: the one that answers is {self.queue.version}")
         self._numbers += 1
-        asked = Asked(self._numbers, shape_of(inputs, self._pads), rows, now + deadline_s, version)
+        asked = Asked(self._numbers, shape_of(inputs, self._sizes.pads), rows, now + deadline_s, version)
         if (refusal := self.queue.arrive(asked, now)) is not None:
             self._count(refusal)
             raise busy(refusal)
@@ -204,19 +204,20 @@ class ModelPool:
     def _stay_awake(self, name: str, until: float) -> None:
         """Looks for the answer to the only request, which will be there sooner than this process could fall asleep and
         be woken; between two looks others have their turn."""
-        if len(self._pending) == 1 and name in self._processes.by_name and self.queue.running.get(name):
-            self._heard(name)
+        member = self._processes.by_name.get(name)
+        if len(self._pending) == 1 and member is not None and member.process.asked is not None:
+            self._heard(name, may_have_ended=False)
             if len(self._pending) == 1 and time.monotonic() < until:
                 os.sched_yield()
                 asyncio.get_running_loop().call_soon(self._stay_awake, name, until)
 
     # ── what processes say ───────────────────────────────────────────────────────────────────────────────────
 
-    def _heard(self, name: str) -> None:
+    def _heard(self, name: str, *, may_have_ended: bool = True) -> None:
         member = self._processes.by_name.get(name)
         if member is None:
             return
-        for event in member.process.events():
+        for event in member.process.events(may_have_ended=may_have_ended):
             self._take(name, member, event)
         if self.queue.waiting:
             self._dispatch()
@@ -242,21 +243,32 @@ class ModelPool:
     def _answered(self, name: str, member: VersionProcess, event: Answered) -> None:
         batch = self.queue.answered(name, time.monotonic())
         self.metrics.compute_seconds.observe(event.seconds)
-        together = [pending.inputs for pending in member.batch]
-        parts = divided(event.value, together, [asked.rows for asked in batch])
-        if parts is None:
-            rows = sum(asked.rows for asked in batch)
+        together, rows = [pending.inputs for pending in member.batch], [asked.rows for asked in batch]
+        if len(batch) > 1 and not has_rows(event.value, sum(rows)):
             self._note(
-                f"the model's answer to {rows} rows has not as many: requests are computed one by one from now on"
+                f"the model's answer to {sum(rows)} rows has not as many: requests are computed one by one from now on"
             )
             self.queue.most_rows = 1
-            self.queue.put_back(batch)
-            self._forget_the_gone()
+            self._compute_again(batch)
+            return
+        if rows[0] and not self._sizes.learn(event.value, together):
+            self._note(
+                "the model's answer has a size that is no input's and not always the same: "
+                "requests of several sizes are not put together from now on"
+            )
+        parts = self._sizes.divided(event.value, together, rows)
+        if parts is None:
+            self._compute_again(batch)
             return
         step = self._processes.taken[member.version].step
         for pending, own in zip(member.batch, parts, strict=True):
             waited = pending.began - pending.arrived
             _settle(pending, ServedAnswer(own, member.version, name, len(batch), waited, event.seconds, step))
+
+    def _compute_again(self, batch: list[Asked]) -> None:
+        """Has each request of a batch computed alone, since it cannot be told what of the answer is whose."""
+        self.queue.put_back(batch)
+        self._forget_the_gone()
 
     def _forget_the_gone(self) -> None:
         """What waits again has a client that still waits."""
@@ -385,7 +397,8 @@ class ModelPool:
         now = time.monotonic()
         for name, batch in self.queue.running.items():
             member = self._processes.by_name[name]
-            if batch and now - member.since > self._stuck_s:
+            longest_s = max([self._deadline_s, *(pending.asked.deadline - pending.arrived for pending in member.batch)])
+            if batch and now - member.since > STUCK_S + 10 * longest_s:
                 member.process.kill()
                 self._died(name, member, Died(f"it had been at one batch for {now - member.since:.0f} s", None))
 

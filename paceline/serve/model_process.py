@@ -145,12 +145,13 @@ class ModelProcess:
         """Returns the descriptor that is readable when there are events."""
         return self._waiting.fileno()
 
-    def events(self) -> list[Event]:
-        """Returns what has happened since the last call, without waiting: the next thing, if there are several."""
+    def events(self, *, may_have_ended: bool = True) -> list[Event]:
+        """Returns what has happened since the last call, without waiting: the next thing, if there are several. An end
+        is not looked for unless it `may_have_ended`: whoever looks for an answer all the time has no time for that."""
         if not self.alive:
             return []
         if not (reply := self._next_reply()):
-            if not any(descriptor == self._pidfd for descriptor, _ in self._waiting.poll(0)):
+            if not may_have_ended or not any(descriptor == self._pidfd for descriptor, _ in self._waiting.poll(0)):
                 return []
             reply = self._next_reply()  # what it has said before it ended is heard first
         return [self._heard(reply) if reply else self._over(_how(self._ended_with()))]
@@ -201,15 +202,18 @@ class ModelProcess:
         self.close()
 
     def _start(self) -> None:
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._requests, self._answers = SharedValues.create(), SharedValues.create()
-        lifeline, self._lifeline = os.pipe2(os.O_CLOEXEC)
-        try:
+        with contextlib.ExitStack() as started, contextlib.ExitStack() as failed:  # what is closed then
+            self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            started.callback(theirs.close)
+            failed.callback(self._channel.close)
+            self._requests = failed.enter_context(contextlib.closing(SharedValues.create()))
+            self._answers = failed.enter_context(contextlib.closing(SharedValues.create()))
+            lifeline, self._lifeline = os.pipe2(os.O_CLOEXEC)
+            started.callback(os.close, lifeline)
+            failed.callback(os.close, self._lifeline)
             ends = ProcessEnds(theirs, self._requests, self._answers, lifeline)
             self.process, self._pidfd = self._starter.start(ends, self.cores)
-        finally:
-            theirs.close()
-            os.close(lifeline)
+            failed.pop_all()
         self._channel.setblocking(False)
         self._waiting.register(self._channel, select.EPOLLIN)
         self._waiting.register(self._pidfd, select.EPOLLIN)
@@ -217,9 +221,10 @@ class ModelProcess:
         self.starts += 1
 
     def _next_reply(self) -> bytes:
-        with contextlib.suppress(BlockingIOError, ConnectionResetError):
+        try:
             return self._channel.recv(REPLY.size)
-        return b""
+        except (BlockingIOError, ConnectionResetError):
+            return b""
 
     def _heard(self, reply: bytes) -> Event:
         kind, number, size, seconds = REPLY.unpack(reply)

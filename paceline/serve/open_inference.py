@@ -24,6 +24,7 @@ from paceline.serve.served_model import ServedAnswer
 from paceline.serve.served_tensor import ANY, DATATYPES, NUMPY_NAMES, ServedTensor
 
 MOST_DIMS = 32
+MOST_SIZE = 1 << 40  # of a tensor, where sizes of 0 count as 1: NumPy cannot have an empty one with any sizes beside
 _KINDS = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}  # which numbers of JSON may become what
 
 
@@ -181,8 +182,9 @@ def _first(data: Any) -> Any:
 def _dtype(tensor: _InputTensor) -> np.dtype[Any]:
     if tensor.datatype not in NUMPY_NAMES:
         raise bad(f"datatype of {tensor.name}", tensor.datatype, f"give one of {', '.join(NUMPY_NAMES)}")
-    if len(tensor.shape) > MOST_DIMS or any(size < 0 or size > 1 << 40 for size in tensor.shape):
-        raise bad(f"shape of {tensor.name}", tensor.shape, f"give up to {MOST_DIMS} sizes from 0 up")
+    shape = tensor.shape
+    if len(shape) > MOST_DIMS or min(shape, default=0) < 0 or math.prod(max(1, size) for size in shape) > MOST_SIZE:
+        raise bad(f"shape of {tensor.name}", shape, f"give up to {MOST_DIMS} sizes from 0 up, not above 2**40 in all")
     return np.dtype(NUMPY_NAMES[tensor.datatype])
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from asyncio import Future
+from asyncio import Future, TimerHandle
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,7 @@ class QuickProtocol(HttpToolsProtocol):
     _refusing = False  # that request
     _asking: HttpRequest | None = None  # that request, if it may go the short way
     _pieces: list[bytes]  # of its body
+    _timer: TimerHandle | None = None  # that ends the connection, or looks whether to
     _keeps_alive = True  # the connection, after that request
     _ended = False  # what arrives now is of no interest
     _head_bytes = 0  # since something was complete
@@ -53,7 +54,18 @@ class QuickProtocol(HttpToolsProtocol):
         """Takes a connection, of which a request is expected."""
         super().connection_made(transport)
         self._awaited_since = self.loop.time()
-        self.loop.call_later(ARRIVAL_S, self._look_whether_it_arrives)
+        self._timer = self.loop.call_later(ARRIVAL_S, self._look_whether_it_arrives)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Lets go of everything: a timer would hold the connection, and its last request, for as long as it runs."""
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._asking, self._pieces, self._timer = None, [], None
+        nobody: Any = None
+        self.cycle = nobody
+        self.pipeline.clear()
 
     def _look_whether_it_arrives(self) -> None:
         """Ends the connection if what is awaited has not come; looks once in so many seconds, so that a request costs
@@ -64,7 +76,7 @@ class QuickProtocol(HttpToolsProtocol):
         if since is None or self.flow.read_paused:  # nothing is, or it is this side that does not read
             since = now
         if now - since < ARRIVAL_S:
-            self.loop.call_later(since + ARRIVAL_S - now, self._look_whether_it_arrives)
+            self._timer = self.loop.call_later(since + ARRIVAL_S - now, self._look_whether_it_arrives)
         elif self._in_head or self._in_body:
             self._end(TOO_SLOW, f"the request has not arrived within {ARRIVAL_S:g} s")
         else:
@@ -86,6 +98,7 @@ class QuickProtocol(HttpToolsProtocol):
             super().on_headers_complete()
             for piece in self._pieces:
                 super().on_body(piece)
+            self._pieces = []
         if self._head_bytes > MOST_HEAD and not self._over:
             self._end(HEAD_TOO_LARGE, f"the head of the request has more than {MOST_HEAD} bytes: that many are allowed")
 
@@ -96,7 +109,9 @@ class QuickProtocol(HttpToolsProtocol):
         if self._over:  # a request behind one after which the connection ends
             return
         in_turn = self.cycle is None or self.cycle.response_complete
-        if in_turn and not self.expect_100_continue:  # who waits for that is not sending its body yet
+        # who waits for a 100 is not sending its body yet; who does not read what it is told is told it by a task, that
+        # waits until it does, and meanwhile nothing of it is read
+        if in_turn and not self.flow.write_paused and not self.expect_100_continue:
             scope: Any = self.scope
             scope["method"], scope["path"] = self.parser.get_method().decode(), self.url.decode("latin1")
             app: Any = self.config.app
@@ -130,14 +145,15 @@ class QuickProtocol(HttpToolsProtocol):
                 self._linger()
         elif self._asking is not None:
             request, self._asking = self._asking, None
-            self._begin(request, b"".join(self._pieces))
+            body, self._pieces = b"".join(self._pieces), []
+            self._begin(request, body)
         elif not self._over:
             super().on_message_complete()
 
     # ── the short way ────────────────────────────────────────────────────────────────────────────────────────
 
     def _begin(self, request: HttpRequest, body: bytes) -> None:
-        cycle: Any = _QuickCycle(request, self._keeps_alive)
+        cycle: Any = _QuickCycle(self._keeps_alive)
         self.cycle = cycle
         app: Any = self.config.app
         try:
@@ -145,29 +161,29 @@ class QuickProtocol(HttpToolsProtocol):
         except Exception:
             begun = _broken()
         if isinstance(begun, Response):
-            self._finish(cycle, begun)
+            self._finish(request, cycle, begun)
             return
         cycle.future = begun.future
-        begun.future.add_done_callback(partial(self._answered, cycle, begun))
+        begun.future.add_done_callback(partial(self._answered, request, cycle, begun))
 
-    def _answered(self, cycle: _QuickCycle, begun: Any, future: Future[Any]) -> None:
+    def _answered(self, request: HttpRequest, cycle: _QuickCycle, begun: Any, future: Future[Any]) -> None:
         app: Any = self.config.app
         if cycle.disconnected or future.cancelled():
-            app.note(cycle.request.scope, 0, time.perf_counter() - cycle.began, 0)
+            app.note(request.scope, 0, time.perf_counter() - cycle.began, 0)
             if not self.transport.is_closing():  # somebody has given up, and it was not the client
                 self.transport.close()
             return
         try:
-            response = app.finish(cycle.request, begun)
+            response = app.finish(request, begun)
         except Exception:
             response = _broken()
-        self._finish(cycle, response)
+        self._finish(request, cycle, response)
 
-    def _finish(self, cycle: _QuickCycle, response: Response) -> None:
-        cycle.response_complete = True
+    def _finish(self, request: HttpRequest, cycle: _QuickCycle, response: Response) -> None:
+        cycle.response_complete, cycle.future = True, None  # the answer is not kept until the next request
         self._write(response, cycle.keep_alive)
         app: Any = self.config.app
-        app.note(cycle.request.scope, response.status_code, time.perf_counter() - cycle.began, len(response.body))
+        app.note(request.scope, response.status_code, time.perf_counter() - cycle.began, len(response.body))
         if cycle.keep_alive:
             self.on_response_complete()
         else:
@@ -214,7 +230,9 @@ class QuickProtocol(HttpToolsProtocol):
             self.transport.close()
             return
         self.transport.write_eof()
-        self.loop.call_later(LINGER_S, self.transport.close)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_later(LINGER_S, self.transport.close)
 
     @property
     def _over(self) -> bool:
@@ -227,11 +245,15 @@ class _QuickCycle:
 
     more_body = False
 
-    def __init__(self, request: HttpRequest, keep_alive: bool) -> None:
-        self.request, self.keep_alive, self.began = request, keep_alive, time.perf_counter()
+    def __init__(self, keep_alive: bool) -> None:
+        self.keep_alive, self.began = keep_alive, time.perf_counter()
         self.response_complete = self.disconnected = False
         self.future: Future[Any] | None = None
-        self.message_event = self
+
+    @property
+    def message_event(self) -> _QuickCycle:
+        """Returns what is told when something happens: itself."""
+        return self
 
     def set(self) -> None:
         """Something has happened to the connection."""

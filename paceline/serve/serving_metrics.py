@@ -21,6 +21,7 @@ class ServingMetrics:
             return Gauge(name, words, ["member"], registry=registry)
 
         self.requests = Counter("paceline_requests", "Requests, by HTTP status.", ["status"], registry=registry)
+        self._requests_of: dict[int, Counter] = {}  # by status: to look for a label takes as long as to count
         self.request_seconds = seconds("paceline_request_seconds", "From arrival to answer.")
         self.queue_seconds = seconds("paceline_queue_seconds", "From arrival to a process.")
         self.compute_seconds = seconds("paceline_compute_seconds", "Of the model, a batch.")
@@ -41,6 +42,12 @@ class ServingMetrics:
         self.version = gauge("paceline_model_version", "The version that answers.")
         self.step = gauge("paceline_model_step", "The step of the followed training that answers.")
         self.source_lost = gauge("paceline_source_lost", "1 while there is no way to the source of new versions.")
+
+    def count_request(self, status: int) -> None:
+        """Counts a request by its status; 0 is one whose client went away."""
+        if (counter := self._requests_of.get(status)) is None:
+            counter = self._requests_of[status] = self.requests.labels(str(status or "gone"))
+        counter.inc()
 
     def text(self) -> bytes:
         """Returns everything in Prometheus's text format."""

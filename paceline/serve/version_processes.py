@@ -124,6 +124,7 @@ class VersionProcesses:
         """Lets a process end, and forgets it."""
         if (member := self.by_name.pop(name, None)) is not None:
             asyncio.get_running_loop().remove_reader(member.process.fileno())
+            member.started.cancel()  # nobody will hear that it is ready: whoever waits for that would wait for ever
             self.spawn(_closed(member.process))
 
     def forget_versions(self, answering: int) -> None:

@@ -1,4 +1,5 @@
-"""A model that takes rows of any length: it doubles each number, adds a row up, and says how long the rows were."""
+"""A model that takes rows of any length: it doubles each number, adds a row up, says how long the rows were, and gives
+five classes, whatever the length."""
 
 import os
 import time
@@ -17,7 +18,8 @@ class Doubling(torch.nn.Module):
         while HOLD in ids[:, 0].tolist() and os.path.exists(os.environ["HOLD_FILE"]):
             time.sleep(0.002)
         length = torch.full((len(ids),), ids.shape[1])
-        return {"doubled": 2 * self.weight * ids, "total": ids.sum(1), "length": length}
+        classes = ids.sum(1, keepdim=True) + torch.arange(5)
+        return {"doubled": 2 * self.weight * ids, "total": ids.sum(1), "length": length, "classes": classes}
 
 
 def make_model() -> torch.nn.Module:

@@ -98,6 +98,22 @@ def test_one_that_fails_does_not_fail_the_others() -> None:
             queue.answered("p", 2.0)
 
 
+def test_one_that_kills_its_process_does_not_take_the_others_with_it() -> None:
+    queue = busy()
+    for number in (1, 2, 3):
+        queue.arrive(asked(number), 0.0)
+    queue.answered("p", 1.0)
+    queue.dispatch(1.0)
+    assert queue.remove_process("p") == []
+    for number in (1, 2, 3):
+        queue.add_process(f"q{number}", 1)
+        ((name, batch),) = queue.dispatch(2.0)
+        assert [one.number for one in batch] == [number]
+        if number != 2:
+            queue.answered(name, 2.0)
+        assert [one.number for one in queue.remove_process(name)] == ([2] if number == 2 else [])
+
+
 def test_each_request_is_answered_by_the_version_it_names_and_the_old_one_goes_when_nobody_needs_it() -> None:
     queue = busy()
     queue.arrive(asked(1, version=1), 0.0)

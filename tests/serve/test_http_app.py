@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import io
 import json
+import weakref
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,7 @@ import pytest
 from starlette.responses import Response
 
 from paceline.serve.access_log import AccessLog
+from paceline.serve.for_people import read_predict
 from paceline.serve.http_app import HttpApp, HttpSettings
 from paceline.serve.http_request import HttpRequest
 from paceline.serve.request_error import NOT_COMPUTED, RequestError
@@ -37,12 +41,16 @@ class Summing:
         return future
 
 
-def told(body: Any, *, declared: bool, **headers: str) -> tuple[int, Any]:
-    """The status and the JSON of the answer to a POST of this body to /predict."""
+def made_app(*, declared: bool, token: str | None = None) -> HttpApp:
     inputs = [ServedTensor("x", "FP32", [-1, 4])]
     model: Any = Summing()
     description = ModelDescription(kind="Summing", inputs=inputs, declared=declared)
-    app = HttpApp(HttpSettings("model", 1.0, 1000), model, description, AccessLog(None))
+    return HttpApp(HttpSettings("model", 1.0, 1000, token), model, description, AccessLog(None))
+
+
+def told(body: Any, *, declared: bool, token: str | None = None, **headers: str) -> tuple[int, Any]:
+    """The status and the JSON of the answer to a POST of this body to /predict."""
+    app = made_app(declared=declared, token=token)
 
     async def ask() -> Response:
         names = [(name.replace("_", "-").lower().encode(), value.encode()) for name, value in headers.items()]
@@ -53,6 +61,52 @@ def told(body: Any, *, declared: bool, **headers: str) -> tuple[int, Any]:
 
     response = asyncio.run(ask())
     return response.status_code, json.loads(response.body)
+
+
+def test_pages_of_others_may_not_ask_where_there_is_no_token() -> None:
+    def status(**headers: str) -> int:
+        return told([[1, 2, 3, 4]], declared=True, **headers)[0]
+
+    assert status(Host="here:8000", Origin="http://here:8000") == 200
+    assert status(Host="here:8000", Origin="https://HERE:8000") == 200  # somebody in front of it speaks https
+    assert status(Host="here:8000") == status() == 200
+    for origin in ("http://elsewhere.example", "http://here", "http://here:8001", "null", "http://", ""):
+        assert status(Host="here:8000", Origin=origin) == status(Origin=origin) == 403
+    sentence = "Origin is 'http://other': without --token-file only this server's own page may ask"
+    assert told([[1]], declared=True, Host="here", Origin="http://other") == (403, {"error": sentence})
+    secret = "0123456789abcdef"
+    headers = {"Host": "here", "Origin": "http://other", "Authorization": f"Bearer {secret}"}
+    assert told([[1, 2, 3, 4]], declared=True, token=secret, **headers)[0] == 200  # it was told the token
+
+
+def test_an_image_of_a_kind_that_starts_programs_or_nobody_sends_is_not_read() -> None:
+    image_module = pytest.importorskip("PIL.Image")
+    specs = [ServedTensor("x", "FP32", [-1, 4])]
+    for kind, is_read in (("PNG", True), ("BMP", True), ("PPM", False), ("TIFF", False)):
+        file = io.BytesIO()
+        image_module.new("L", (2, 2), 255).save(file, kind)
+        if is_read:
+            assert read_predict(file.getvalue(), "image/any", specs).inputs["x"].tolist() == [[1.0] * 4]
+        else:
+            with pytest.raises(RequestError, match="send PNG, JPEG, GIF, BMP or WebP"):
+                read_predict(file.getvalue(), "image/any", specs)
+
+
+def test_nothing_is_kept_of_a_request_that_failed() -> None:
+    app = made_app(declared=False)
+
+    async def ask() -> weakref.ref[Any]:
+        request = HttpRequest({"method": "POST", "path": "/predict", "headers": []})
+        begun = app.begin(request, json.dumps([[1] * 5]).encode())
+        assert not isinstance(begun, Response)
+        assert app.finish(request, begun).status_code == 422
+        return weakref.ref(begun.future)
+
+    gc.disable()  # it would find it some day
+    try:
+        assert asyncio.run(ask())() is None
+    finally:
+        gc.enable()
 
 
 def test_sizes_that_were_said_hold_and_those_of_an_example_do_not() -> None:

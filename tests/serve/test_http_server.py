@@ -348,6 +348,7 @@ TENSOR = {"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]
         ({"inputs": [{**TENSOR, "shape": [4]}]}, 400, "shape of x is [4]: the model takes"),
         ({"inputs": [{**TENSOR, "shape": [2, 4]}]}, 400, "data of x is '4 numbers': its shape [2, 4] says otherwise"),
         ({"inputs": [{**TENSOR, "shape": [-1, 4]}]}, 400, "shape of x is [-1, 4]"),
+        ({"inputs": [{**TENSOR, "shape": [0, 1 << 40, 1 << 40], "data": []}]}, 400, "not above 2**40 in all"),
         ({"inputs": [{**TENSOR, "data": [1, 2, "3", 4]}]}, 400, "data of x is"),
         ({"inputs": [{**TENSOR, "data": [[1, 2], [3]]}]}, 400, "data of x is not a tensor"),
         ({"inputs": [{**TENSOR, "data": [1, 2, 3, 1e300]}]}, 400, "input x at [0, 3] is inf: give finite numbers"),
@@ -376,6 +377,8 @@ def test_what_is_wrong_with_a_body_is_said(served: Served, body: Any, status: in
         ("POST", "/v2/models/model/versions/x/infer", {}, 404),
         ("POST", "/predict", {"Paceline-Deadline": "soon"}, 400),
         ("POST", "/predict", {"Paceline-Deadline": "nan"}, 400),
+        ("POST", "/predict", {"Origin": "http://elsewhere.example"}, 403),
+        ("POST", "/v2/repository/models/model/unload", {"Origin": "null"}, 403),
         ("POST", "/predict", {"Content-Encoding": "br"}, 400),
         ("POST", "/predict", {"Content-Encoding": "gzip"}, 400),
         ("POST", "/v2/models/model/infer", {"Inference-Header-Content-Length": "-1"}, 400),
@@ -388,6 +391,11 @@ def test_what_is_wrong_with_a_request_is_said(
     content = b"[1, 2, 3, 4]" if method == "POST" else None
     answer = served.client.request(method, path, content=content, headers=headers)
     assert (answer.status_code, list(answer.json())) == (status, ["error"])
+
+
+def test_the_page_of_this_server_may_ask_it(served: Served) -> None:
+    answer = served.client.post("/predict", json=[1, 2, 3, 4], headers={"Origin": served.told["address"]})
+    assert answer.status_code == 200, answer.text
 
 
 json_values = st.recursive(

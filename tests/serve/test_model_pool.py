@@ -205,6 +205,37 @@ def test_who_gives_less_time_than_the_model_takes_is_told_so_and_who_gives_enoug
     with_pool(tmp_path, 1, test)
 
 
+def test_a_pool_is_closed_though_a_process_is_just_being_replaced(tmp_path: Path) -> None:
+    async def test(pool: ModelPool, _: Any, notes: list[str]) -> None:
+        await pool.load()
+        (tmp_path / "2").touch()  # the second process is started, and is not ready
+        (first,) = pool._processes.by_name.values()
+        os.kill(first.process.process, signal.SIGKILL)
+        await until(lambda: any(member is not first for member in pool._processes.by_name.values()))
+        await asyncio.wait_for(pool.close(), LONG_S / 3)
+        assert not pool._processes.by_name
+
+    with_pool(tmp_path, 1, test)
+
+
+def test_a_process_is_not_stuck_while_the_deadline_of_its_request_is_far_away(tmp_path: Path) -> None:
+    async def test(pool: ModelPool, _: Any, notes: list[str]) -> None:
+        await pool.load()
+        (member,) = pool._processes.by_name.values()
+        for deadline_s, is_killed in ((LONG_S, False), (1.0, True)):  # the pool's own is 1 s
+            (tmp_path / "hold").touch()
+            asking = pool.ask({"x": np.full((1, 2), 5, np.float32)}, 1, deadline_s, None)
+            await until(lambda: bool(member.batch))
+            member.since -= 100.0  # more than a minute and ten of the pool's deadlines
+            await pool.look()
+            assert any("it had been at one batch for 100 s" in note for note in notes) == is_killed
+            (tmp_path / "hold").unlink()
+            if not is_killed:
+                assert (await asking).outputs["y"].tolist() == [[5.0, 5.0]]
+
+    with_pool(tmp_path, 1, test)
+
+
 def test_an_ensemble_loads_all_members_or_none(tmp_path: Path) -> None:
     async def run() -> None:
         sources = {"a": NumberSource(), "b": NumberSource()}

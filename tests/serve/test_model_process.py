@@ -6,7 +6,7 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import PacelineError, ReplicaDied, Stalled
-from paceline.serve.model_process import Answered, Died, Failed, ForkHere, ModelProcess, Ready
+from paceline.serve.answering import ProcessEnds
+from paceline.serve.model_process import Answered, Died, Failed, ForkHere, ModelProcess, Ready, Starter
 from paceline.serve.shared_values import NotSharable, SharedValues, StackedRows
 
 LONG_S = 60.0
@@ -164,6 +165,40 @@ def test_it_holds_no_descriptor_of_its_owner(process: ModelProcess) -> None:
         os.close(write)
         assert os.read(read, 1) == b""
     os.close(read)
+
+
+def test_a_start_that_fails_leaves_no_descriptor_open() -> None:
+    class Failing:
+        def start(self, ends: ProcessEnds, cores: Sequence[int]) -> tuple[int, int]:
+            raise BlockingIOError("no processes left")
+
+    before = sorted(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(BlockingIOError, match="no processes left"):
+            ModelProcess(Failing())
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_one_that_cannot_be_started_again_for_now_can_be_later(process: ModelProcess) -> None:
+    class Once:
+        def __init__(self, starter: Starter) -> None:
+            self.starter, self.failed = starter, False
+
+        def start(self, ends: ProcessEnds, cores: Sequence[int]) -> tuple[int, int]:
+            self.failed = not self.failed
+            if self.failed:
+                raise BlockingIOError("no processes left")
+            return self.starter.start(ends, cores)
+
+    next_event(process)
+    opened = len(os.listdir("/proc/self/fd"))
+    process._starter = Once(process._starter)
+    for _ in range(3):
+        with pytest.raises(BlockingIOError, match="no processes left"):
+            process.start_again()
+        process.start_again()
+        assert isinstance(next_event(process), Ready)
+    assert len(os.listdir("/proc/self/fd")) == opened
 
 
 plain = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text()

@@ -4,9 +4,13 @@ nobody gets a second request in behind a first. What is refused on its headers i
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import json
 import re
-from collections.abc import Callable
+import socket
+import weakref
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -250,22 +254,90 @@ def test_what_fails_in_the_server_is_told_and_printed(capfd: pytest.CaptureFixtu
     assert "ValueError: this is printed" in capfd.readouterr().err
 
 
+@contextlib.asynccontextmanager
+async def connected(
+    app: Echo, most_unread: int | None = None
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter, list[QuickProtocol]]]:
+    """A connection to this application, and the server's side of it. `most_unread`: bytes that the kernel keeps in
+    either direction for whoever does not read, twice or so."""
+    config = uvicorn.Config(app, http=QuickProtocol, ws="none", lifespan="off", log_config=None)
+    config.load()
+    made: list[QuickProtocol] = []
+
+    def make() -> QuickProtocol:
+        made.append(QuickProtocol(config=config, server_state=ServerState(), app_state={}))
+        return made[-1]
+
+    listening, client = socket.create_server(("127.0.0.1", 0)), socket.socket()
+    if most_unread is not None:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, most_unread)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, most_unread)
+    server = await asyncio.get_running_loop().create_server(make, sock=listening)
+    client.connect(listening.getsockname())
+    client.setblocking(False)
+    reader, writer = await asyncio.open_connection(sock=client)
+    try:
+        yield reader, writer, made
+    finally:
+        writer.close()
+        server.close()
+
+
 def test_a_client_that_goes_away_is_not_computed_for() -> None:
     async def talk() -> None:
         app = Echo(True)
-        config = uvicorn.Config(app, http=QuickProtocol, ws="none", lifespan="off", log_config=None)
-        config.load()
-        server = await asyncio.get_running_loop().create_server(
-            lambda: QuickProtocol(config=config, server_state=ServerState(), app_state={}), "127.0.0.1", 0
-        )
-        _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-        writer.write(post("Content-Length: 5", b"never"))
-        while not app.begun:
-            await asyncio.sleep(0.001)
-        writer.close()
-        while not app.noted:
-            await asyncio.sleep(0.001)
-        assert (app.begun[0].cancelled(), app.noted) == (True, [0])
-        server.close()
+        async with connected(app) as (_, writer, _):
+            writer.write(post("Content-Length: 5", b"never"))
+            while not app.begun:
+                await asyncio.sleep(0.001)
+            writer.close()
+            while not app.noted:
+                await asyncio.sleep(0.001)
+            assert (app.begun[0].cancelled(), app.noted) == (True, [0])
 
     uvloop.run(asyncio.wait_for(talk(), LONG_S))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [post("Content-Length: 5", b"wrong"), post("Refuse: yes\r\nContent-Length: 1", b"x")],
+    ids=["answered", "refused"],
+)
+def test_a_client_that_reads_nothing_is_not_read_from_either(asked: bytes) -> None:
+    count, most = 6000, 300_000  # answers of which would be more than twice as much
+
+    async def talk() -> int:
+        async with connected(Echo(True), 4096) as (reader, writer, made):
+            writer.write(asked * (count - 1) + asked.replace(b"Host", b"Connection: close\r\nHost"))
+            while not made or not made[0].flow.read_paused:
+                kept = made[0].transport.get_write_buffer_size() if made else 0
+                assert kept < most
+                await asyncio.sleep(0)
+            return (await reader.read()).count(b"HTTP/1.1 ")
+
+    assert uvloop.run(asyncio.wait_for(talk(), LONG_S)) == count
+
+
+def test_nothing_is_kept_of_what_was_answered_nor_of_a_connection_that_is_closed() -> None:
+    async def until_gone(what: weakref.ref[Any]) -> None:
+        while what() is not None:
+            await asyncio.sleep(0.001)
+
+    async def talk() -> None:
+        app = Echo(True)
+        async with connected(app) as (reader, writer, made):
+            writer.write(post("Content-Length: 5", b"hello"))
+            await reader.readuntil(b'"hello"}')
+            answer = weakref.ref(app.begun.pop())
+            await until_gone(answer)  # the connection goes on, and does not have it
+            assert not writer.is_closing()
+            connection = weakref.ref(made.pop())
+            assert connection() is not None
+            writer.close()
+            await until_gone(connection)  # and no timer has that
+
+    gc.disable()  # it would find things some day
+    try:
+        uvloop.run(asyncio.wait_for(talk(), 10.0))
+    finally:
+        gc.enable()
