@@ -336,7 +336,7 @@ class Squeezed(nn.Module):
         self.fc, self.last = nn.Linear(6, 8), nn.Linear(8, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.relu(self.fc(x))).squeeze().narrow(1, 0, 2) - x[:, :2]
+        return (self.last(torch.relu(self.fc(x))).squeeze() - x[:, :2]).narrow(1, 0, 2)
 
 
 class TwoFactorsOfClasses(nn.Module):
