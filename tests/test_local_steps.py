@@ -18,7 +18,7 @@ from paceline.mirrored.gossip import partner
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="making network namespaces needs root")
 
 SCRIPT = """
-import json, torch, torch.nn.functional as F, paceline as pl
+import json, sys, torch, torch.nn.functional as F, paceline as pl
 from torch import nn
 from paceline.run_place import find_place
 
@@ -29,11 +29,16 @@ generator = torch.Generator().manual_seed(1)
 x = torch.randn(80, 6, generator=generator, dtype=torch.float64)
 y = (x @ torch.randn(6, 3, generator=generator, dtype=torch.float64)).argmax(1)
 loss = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
+if "as-if" in sys.argv:  # everybody takes the CPU for an accelerator
+    import paceline.mirrored.opening as opening
+    opening.device_of = lambda model: torch.device("xla:0")
 trainer = pl.Trainer(model, optimizer, loss)
-for batch in trainer.batches((x, y), 8, epochs=1, seed=5, shuffle=False):
-    trainer.step(batch)
-held = {name: value.flatten().tolist() for name, value in model.state_dict().items()}
-print(json.dumps({"held": held}))
+try:
+    for batch in trainer.batches((x, y), 8, epochs=100000 if "long" in sys.argv else 1, seed=5, shuffle=False):
+        trainer.step(batch)
+finally:  # it may have been stopped
+    held = {name: value.flatten().tolist() for name, value in model.state_dict().items()}
+    print(json.dumps({"held": held}))
 print(json.dumps({"ledger": trainer.ledger.check(), "evaluated": trainer.evaluate((x, y), loss, batch_size=16)}))
 """
 STEPS, EVERY = 10, 4
@@ -47,7 +52,7 @@ def mean(states: Sequence[Held]) -> Held:
 
 
 def by_hand(
-    hosts: int, exchange: Callable[[int, list[Held]], list[Held] | None]
+    hosts: int, exchange: Callable[[int, list[Held]], list[Held] | None], made: int = STEPS
 ) -> tuple[dict[str, list[float]], float]:
     """Hosts that each train on their part of every batch; `exchange(steps, states)` is what they then go on from."""
 
@@ -60,7 +65,7 @@ def by_hand(
     y = (x @ torch.randn(6, 3, generator=generator, dtype=torch.float64)).argmax(1)
     models = [fresh() for _ in range(hosts)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
-    for step in range(STEPS):
+    for step in range(made):
         for host, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             size = 8 // hosts
             part = slice(8 * step + size * host, 8 * step + size * (host + 1))
@@ -134,6 +139,34 @@ def test_two_hosts_of_two_replicas_are_what_the_same_is_by_hand(run: Run) -> Non
 def test_all_processes_have_the_same_bits_in_the_end(run: Run) -> None:
     assert len({str(run.told("held", replica)) for replica in range(4)}) == 1
     assert Path(run.path, "host-1").is_dir()
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("flags", "exchange"),
+    [(f"--every {EVERY}", mean_of_all), ("--gossip", mean_with_one)],
+    ids=["every", "gossip"],
+)
+def test_a_model_on_a_device_has_there_what_hosts_took_the_mean_of(
+    start: Start, flags: str, exchange: Callable[[int, list[Held]], list[Held] | None]
+) -> None:
+    run = start(SCRIPT, f"--replicas 2 --emulate hosts=2,link=1gbit {flags}", "as-if").fine(110)
+    held, evaluated = by_hand(2, exchange)
+    for replica in range(2):
+        assert values(run.told("held", replica)) == pytest.approx(values(held), rel=1e-9), replica
+        assert run.told("evaluated", replica) == pytest.approx(evaluated, rel=1e-9)
+
+
+def test_a_run_that_stops_between_two_exchanges_has_the_mean(start: Start) -> None:
+    run = start(SCRIPT, f"--exchange collective --replicas 2 --every {EVERY} --most-steps 6").fine(110)
+    held, _ = by_hand(2, mean_of_all, made=6)
+    for replica in range(2):
+        assert values(run.told("held", replica)) == pytest.approx(values(held), rel=1e-9), replica
+
+
+def test_a_run_that_is_told_to_stop_between_two_exchanges_has_the_mean(start: Start) -> None:
+    run = start(SCRIPT, "--exchange collective --replicas 2 --every 1000000 --longest 2s", "long").fine(110)
+    assert len({str(run.told("held", replica)) for replica in range(2)}) == 1
 
 
 # Without shared memory every replica is a host of its own to the others.

@@ -46,7 +46,7 @@ class Hosts:
         model = nn.Sequential(nn.Linear(60, 40), nn.Linear(40, 3))
         made = ModelInArena(model, torch.optim.SGD(model.parameters(), lr=0.1), 1, whole_tensors=True)
         (chunk,) = made.layout.chunks
-        self.elements = chunk.bytes // 4
+        self.elements, self.slots = chunk.bytes // 4, made.layout.slots
         self.memories = [WireMemory(wire, "gradient") for _ in range(count)]
         owed, bases = self.memories[0].floats(made.layout)
         sizes = Sizes(1, (0,), 64, 0, ForHosts(sums=True, owed_floats=owed, bases_floats=bases))
@@ -73,10 +73,19 @@ class Hosts:
         assert all(torch.equal(values[0], other) for other in values)
         return values[0]
 
-    def commit(self) -> None:
+    def commit(self, touched: Sequence[int] = (1, 1, 1, 1)) -> None:
+        """`touched`: by slot, whether anybody has used it."""
         self.turns += 1
         for host in self.those:
+            self.memories[host].keep_untouched(0, touched)
             self.memories[host].commit()
+
+    def used(self, touched: Sequence[int]) -> torch.Tensor:
+        """Returns by value whether it is of a tensor that somebody has used."""
+        used = torch.ones(self.elements, dtype=torch.bool)
+        for slot, by_anybody in zip(self.slots, touched, strict=True):
+            used[slot.offset // 4 : slot.offset // 4 + slot.elements] = bool(by_anybody)
+        return used
 
     def owed(self, host: int) -> torch.Tensor:
         return self.arenas[host].owed[self.turns % 2, : self.elements].double()
@@ -108,6 +117,52 @@ def test_what_was_given_arrives_though_hosts_are_gone_and_the_last_pays_what_it_
             assert torch.allclose(total, sum((hosts.owed(host) for host in those), torch.zeros(1)), atol=1e-3)
     assert not hosts.owed(2).any()
     assert total.abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_what_was_given_arrives_though_some_steps_do_not_use_all_parameters(wire: str) -> None:
+    hosts = Hosts(wire, 2)
+    total = torch.zeros(hosts.elements).double()  # what has been given, and not delivered
+    for step, touched in enumerate(
+        [(1, 1, 1, 1), (1, 0, 1, 0), (0, 1, 1, 1), (1, 1, 1, 0), (1, 1, 1, 0), (1, 1, 1, 1)]
+    ):
+        those = [0, 1] if step < 3 else [1]  # whoever is left alone finds a matrix that it cannot pay for yet
+        if step in (0, 3):
+            total -= hosts.owed(0) if step else 0
+            hosts.meet(those)
+        used, bases = hosts.used(touched), [basis.clone() for basis in hosts.memories[1].bases()]
+        before = hosts.owed(1).clone()
+        given = [one * used for one in gradients(step, 2, hosts.elements)]
+        total += sum((given[host].double() for host in those), torch.zeros(hosts.elements))
+        total -= hosts.sum(given).double() * used  # of the others the optimizer sees nothing
+        hosts.commit(touched)
+        assert torch.equal(hosts.owed(1)[~used], before[~used])
+        assert torch.allclose(total, sum((hosts.owed(host) for host in those), torch.zeros(1)), atol=1e-3)
+        if bases and not touched[-1]:
+            assert torch.equal(hosts.memories[1].bases()[-1], bases[-1])
+    assert total.abs().max() < 1e-3
+
+
+def test_of_a_model_of_two_types_each_parameter_is_owed_its_own_whoever_sums_it() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(8, 4), nn.Linear(8, 4).bfloat16())
+    made = ModelInArena(model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+    memory = WireMemory("int8", "gradient")
+    owed, bases = memory.floats(made.layout)
+    sizes = Sizes(1, (0,) * len(made.layout.chunks), 64, 0, ForHosts(sums=True, owed_floats=owed, bases_floats=bases))
+    memory.open(ModelArena.private(made.layout, sizes, torch.device("cpu")))
+    memory.connect(None)
+    given = {slot.name: torch.randn(slot.shape) for slot in made.layout.slots}
+    memory.take({f"gradient/0/{name}": value for name, value in given.items()}, 0, 1)
+    kept = memory.collect()
+    assert all(torch.equal(kept[f"gradient/0/{name}"], value) for name, value in given.items())
+    for number, chunk in enumerate(made.layout.chunks):  # the last host that is left pays for all of a chunk
+        values = torch.zeros(chunk.bytes // chunk.dtype.itemsize, dtype=chunk.dtype)
+        memory.sum(number, values)
+        for piece in chunk.pieces:
+            slot = made.layout.slots[piece.slot]
+            first = (slot.offset - chunk.start) // slot.dtype.itemsize
+            paid = values[first : first + slot.elements].view(slot.shape)
+            assert torch.equal(paid, given[slot.name].to(chunk.dtype)), slot.name
 
 
 @pytest.mark.parametrize("wire", WIRES)

@@ -29,6 +29,7 @@ from paceline.net.secure import HANDSHAKE_S, proof_of, same_proof
 
 NONCE_BYTES = 32
 MOST_QUOTED = 100
+MOST_OF_A_REFUSAL = 1000  # letters
 
 Said = TypeVar("Said", bound=HostMessage)
 
@@ -50,9 +51,9 @@ def greet(channel: Channel[HostMessage], token: str) -> None:
     """Be let in by host 0, if it knows the token as well."""
     own = secrets.token_bytes(NONCE_BYTES)
     channel.send(HostGreeting(version=__version__, nonce=own), timeout_s=HANDSHAKE_S)
-    theirs = hear(channel, HostQuestion).nonce
+    theirs = _hear_host_0(channel, HostQuestion).nonce
     channel.send(HostProof(proof=proof_by("guest", token, theirs, own)), timeout_s=HANDSHAKE_S)
-    if not same_proof(hear(channel, HostWelcome).proof, proof_by("host 0", token, own, theirs)):
+    if not same_proof(_hear_host_0(channel, HostWelcome).proof, proof_by("host 0", token, own, theirs)):
         raise SecurityError("it does not know this host's token: give every host the same with --token")
     channel.trusted = True
 
@@ -82,10 +83,24 @@ def _sent_away(channel: Channel[HostMessage], sentence: str) -> SecurityError:
 
 def hear(channel: Channel[HostMessage], kind: type[Said], timeout_s: float = HANDSHAKE_S) -> Said:
     """What the other side says next, which has to be of that kind."""
+    return _of_kind(_next(channel, timeout_s), kind)
+
+
+def _hear_host_0(channel: Channel[HostMessage], kind: type[Said]) -> Said:
+    """The same of host 0, which alone may refuse instead."""
+    heard = _next(channel, HANDSHAKE_S)
+    if isinstance(heard, RunRefused):  # it has not proven yet that it is host 0
+        raise SecurityError(printable(heard.sentence[:MOST_OF_A_REFUSAL]))
+    return _of_kind(heard, kind)
+
+
+def _next(channel: Channel[HostMessage], timeout_s: float) -> HostMessage:
     heard, _ = channel.receive(timeout_s)
     channel.end_body()
-    if isinstance(heard, RunRefused):
-        raise SecurityError(heard.sentence)
+    return heard
+
+
+def _of_kind(heard: HostMessage, kind: type[Said]) -> Said:
     if not isinstance(heard, kind):
         raise FrameError(f"{type(heard).__name__} has come and not {kind.__name__}")
     return heard

@@ -139,7 +139,8 @@ class ViewKeeper:
         lost = any(row in inside for row in died)
         failed = any(board.get(row, Word.VIEW_FAILED) == number for row in inside)
         let_in_at = max((_op_after(board.get(row, Word.LETS_IN), number) for row in inside), default=0)
-        if (failed or lost or let_in_at) and self._wanted != number:
+        # A death is told each time: who dies after another of this host was still among those that go on.
+        if lost or ((failed or let_in_at) and self._wanted != number):
             self._wanted = number
             wanted = ViewWanted(host=self._host, rows=living, failed=number, died=lost, let_in_at=let_in_at)
             self._tell_first(wanted)

@@ -76,11 +76,13 @@ class BetweenHosts(OneHost):
         self._links: Links | None = None  # None: no other host has its like
         self._view = -1  # that they are of
         self._members = Members(0, 0, (), together.replica)
+        self._tries_again = True  # whatever is being exchanged, after a link has broken
         self._threads = LinkThreads(1 + _AT_ONCE)
         self._sending: Future[None] | None = None  # buckets, as they are complete
         self._sent: list[Future[None]] = []  # by bucket: done when it is back
         self._bucket_of: dict[int, int] = {}  # by chunk of this owner
         self._tag = 0
+        self._touched: Sequence[int] = ()  # by slot, in the step that is being made
         self._waiting_for: list[set[int]] = []  # by bucket: slots whose gradients have not landed yet
         self._landed = 0
         self._counts = True  # whether the loss may be (sum, count): nobody knows before the first step
@@ -98,8 +100,12 @@ class BetweenHosts(OneHost):
         self._memory.open(arena)
 
     def collect(self, *, first: bool) -> dict[str, torch.Tensor]:
-        with self._crossing():
-            return self._memory.collect() if first else {}
+        found: dict[str, torch.Tensor] = {}
+        if first:  # in a thread, since it takes until all others have sent theirs, and one of them may die before
+            self._sent = [self._threads.submit(lambda: found.update(self._memory.collect()))]
+            self._await(*self._sent)
+            self._together.board.enter(self._together.replica, Phase.SAVING)
+        return found
 
     def take(self, saved: dict[str, torch.Tensor]) -> None:
         view = self._together.coming().view
@@ -174,7 +180,7 @@ class BetweenHosts(OneHost):
         try:
             yield
         except LinkLost:
-            if self._members.view is None:
+            if self._members.view is None or not self._tries_again:
                 raise
             raise MemberLost from None
 
@@ -268,9 +274,13 @@ class BetweenHosts(OneHost):
         if step.members.view is not None:  # what was applied cannot be taken back
             self._await(*self._sent)
 
+    def decided(self, step: DecidedStep) -> None:
+        self._touched = step.touched
+
     def arrived(self, chunk: int) -> None:
         if (bucket := self._bucket_of.get(chunk)) is not None:  # else it was a dead owner's, and is all there
             self._await(self._sent[bucket])
+        self._memory.keep_untouched(chunk, self._touched)  # by whoever updates the chunk: its owner may have died
 
     def _await(self, *futures: Future[None]) -> None:
         board, row = self._together.board, self._together.replica

@@ -71,13 +71,14 @@ class MirroredEngine(LockstepEngine):
         elsewhere: StepPart | None = None,
         joining: bool = False,
         host_joins: bool = False,
+        most_steps: int | None = None,
     ) -> None:
         """`cut`: what this process does of a replica that several devices are. `copy`: of a model that is on an
         accelerator, which owners are to know in its place. `elsewhere`: parameters that lie with
         nobody here, and their part in a step. `joining`: this process was started again in a run in progress.
-        `host_joins`: so was all of its host."""
+        `host_joins`: so was all of its host. `most_steps`: after which the run stops."""
         self.model, self.replica, self.joining = model, replica, joining or host_joins
-        self._host_joins = host_joins
+        self._host_joins, self._most_steps = host_joins, most_steps or math.inf
         self._together, self._hosts, self._clip_norm = together, hosts, clip_norm
         self._board, self._row = together.board, together.replica
         known, optimizer = (model, optimizer) if copy is None else (copy.model, copy.optimizer)
@@ -138,7 +139,7 @@ class MirroredEngine(LockstepEngine):
         self._part.meet_devices()
 
     def once(self, number: int, act: Callable[[], None]) -> None:
-        self._hosts.settle()
+        self._settle()
 
         def one_try(members: Members) -> None:
             self._board.work_on(members, Kind.SAVE, Phase.SAVING)
@@ -155,6 +156,11 @@ class MirroredEngine(LockstepEngine):
 
         self._together.attempt(one_try)
         self._board.enter(self._row, Phase.BETWEEN)
+
+    def _settle(self) -> None:
+        """Returns when all hosts have the same parameters, wherever they are computed with."""
+        if self._hosts.settle():
+            self._part.closed()
 
     def _compare_hosts(self, members: Members) -> None:
         self._board.work_on(members, Kind.BUILD, Phase.STARTING)
@@ -237,8 +243,10 @@ class MirroredEngine(LockstepEngine):
             scale = min(1.0, self._clip_norm / (length + 1e-6))
         for part in self._parts:
             part.update(step, scale)
-        for part in self._parts:
+        for part in reversed(self._parts):  # a device takes over what hosts have made of the parameters
             part.closed()
+        if closed.stop or number + 1 >= self._most_steps:  # whoever stops here may never settle again
+            self._settle()
         board.host_set(HostWord.CLOSED, step.members.op)
         if step.lets_in and not closed.stop:
             self._let_hosts_in(step.members)
@@ -352,10 +360,10 @@ class MirroredEngine(LockstepEngine):
     # ── other calls of the script ────────────────────────────────────────────────────────────────────────
 
     def samples(self, chapter: Chapter) -> LedgerSamples:
-        return LedgerSamples(chapter, self.share, self._hosts.settle)
+        return LedgerSamples(chapter, self.share, self._settle)
 
     def agree(self, call: ScriptCall) -> None:
-        self._hosts.settle()
+        self._settle()
 
         def one_try(members: Members) -> None:
             self._board.work_on(members, Kind.BATCHES, Phase.BETWEEN)
@@ -373,7 +381,7 @@ class MirroredEngine(LockstepEngine):
         agree(call, lambda values: self._hosts.sum_in_call(self._sums.sum(values, members.ranks)), number, count)
 
     def sum(self, call: ScriptCall, compute: Callable[[BatchShare], torch.Tensor]) -> torch.Tensor:
-        self._hosts.settle()
+        self._settle()
 
         def one_try(members: Members) -> torch.Tensor:
             self._board.work_on(members, Kind.EVALUATE, Phase.EVALUATING)

@@ -65,9 +65,10 @@ class Gossip(LocalSteps):
 
     def _meet_partner(self, other: int | None) -> None:
         if other is not None:
-            self._for_all_chunks(lambda chunk: self._halve(self._values(chunk), other, chunk))
-            for buffer in self._averaged:
-                self._halve(buffer, other, _OF_BUFFERS)
+            with self._not_tried_again():
+                self._for_all_chunks(lambda chunk: self._halve(self._values(chunk), other, chunk))
+                for buffer in self._averaged:
+                    self._halve(buffer, other, _OF_BUFFERS)
         self._together.meet(Kind.UPDATE, Phase.AWAITING_HOSTS)  # nobody computes with parts of it
 
     def _halve(self, values: torch.Tensor, other: int, key: int) -> None:
@@ -80,13 +81,16 @@ class Gossip(LocalSteps):
         self._links.exchange(Round(received, sent), key * MOST_ROUNDS)
         values.add_(theirs).mul_(0.5)
 
-    def settle(self) -> None:
+    def settle(self) -> bool:
         self._made = 0
-        if self._apart:
-            self._apart = False
+        if not self._apart:
+            return False
+        self._apart = False
+        with self._not_tried_again():
             self._for_all_chunks(self._settle)
             self._average_buffers()
-            self._together.meet(Kind.UPDATE, Phase.AWAITING_HOSTS)
+        self._together.meet(Kind.UPDATE, Phase.AWAITING_HOSTS)
+        return True
 
     def _settle(self, chunk: int) -> None:
         values = self._values(chunk)

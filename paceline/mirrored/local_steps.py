@@ -12,17 +12,19 @@ With `--outer-momentum` and `--outer-lr` the mean change is not where hosts go o
 step with momentum (Nesterov's, as in DiLoCo), which all make alike.
 
 Samples are dealt as ever: `batch_size` is divided among the replicas of all hosts, and each step of a host uses its
-part of the batch. After every call that is no step (an evaluation, a save, the end of `batches`) all hosts have the
-same.
+part of the batch. After every call that is no step (an evaluation, a save, the end of `batches`), and after a step at
+which the run stops, all hosts have the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
-from paceline.exchange.board import Board, Members
+from paceline.exchange.board import Board, MemberLost, Members
+from paceline.exchange.links import LinkLost
 from paceline.exchange.sums import SharedSums
 from paceline.exchange.together import Together
 from paceline.exchange.words import Kind, Phase
@@ -105,14 +107,32 @@ class LocalSteps(BetweenHosts):
         if self._made == self._every:
             self.settle()
 
-    def settle(self) -> None:
+    def settle(self) -> bool:
         """All hosts take the mean of what they have come to since they last did, or make a step of it."""
-        if self._made:
-            self._made = 0
+        if not self._made:
+            return False
+        self._made = 0
+        with self._not_tried_again():
             self._for_all_chunks(self._settle)
             self._average_buffers()
-            self._memory.commit()
-            self._together.meet(Kind.UPDATE, Phase.AWAITING_HOSTS)  # nobody computes with parts of it
+        self._memory.commit()
+        self._together.meet(Kind.UPDATE, Phase.AWAITING_HOSTS)  # nobody computes with parts of it
+        return True
+
+    @contextmanager
+    def _not_tried_again(self) -> Iterator[None]:
+        """Around an exchange after which parameters are others: if a link breaks in it the run ends, with a sentence.
+        Raises `LinkLost`."""
+        self._tries_again = False
+        try:
+            yield
+        except MemberLost:  # another host has given up the view: it says why
+            raise LinkLost(
+                f"host {self.number} was taking the mean with the other hosts when one of them lost a link: see their "
+                "output"
+            ) from None
+        finally:
+            self._tries_again = True
 
     def _average_buffers(self) -> None:
         assert self._links is not None

@@ -84,8 +84,9 @@ class OneHost(StepPart):
         """Returns by slot whether it is updated, of those that have gradients here and on any host."""
         return everywhere
 
-    def settle(self) -> None:
-        """Returns when all hosts have the same parameters, as they do after every step."""
+    def settle(self) -> bool:
+        """Returns when all hosts have the same parameters, as they do after every step: whether that changed them."""
+        return False
 
     def share(self, members: Members, index: int, count: int) -> BatchShare:
         """Returns the share of this host's `index`-th of `count` replicas, in a try of these members."""

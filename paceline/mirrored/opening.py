@@ -73,6 +73,7 @@ def open_mirrored(training: Training, tables: OpenTables) -> MirroredEngine:
         elsewhere=elsewhere,
         joining=joining,
         host_joins=host_joins,
+        most_steps=place.most_steps,
     )
 
 

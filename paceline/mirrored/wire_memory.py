@@ -10,6 +10,8 @@ powersgd remembers the basis of every matrix too, which is the same on all hosts
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from paceline.exchange.coded_sums import CodedSum, Owed, Round, range_sum
@@ -49,11 +51,28 @@ class WireMemory:
     def _pay(self, first: int, values: torch.Tensor) -> None:
         """No other host is left: what is owed is added, and nothing will be owed any more."""
         chunk = self._arena.layout.chunks[first]
-        owed, proposed = self._in_turn(self._owed(chunk.start, values.numel()))
+        owed, proposed = self._in_turn(self._owed(self._firsts[first], values.numel()))
         values.copy_(values.float() + owed)
         proposed.zero_()
         for _, (basis, next_basis) in self._matrices_in(chunk, values.numel()):
             next_basis.copy_(basis)
+
+    def keep_untouched(self, number: int, touched: Sequence[int]) -> None:
+        """A step is being made; `touched`: by slot, whether it is updated. Of those of a chunk that are not, what was
+        sent is not used: what was owed before still is."""
+        if not self._owes:
+            return
+        layout, chunk = self._arena.layout, self._arena.layout.chunks[number]
+        for piece in chunk.pieces:
+            slot = layout.slots[piece.slot]
+            if touched[piece.slot] or not _is_coded(slot):
+                continue
+            first = self._first_of(slot, number) + piece.start
+            pairs = [self._owed(first, piece.elements)]
+            if piece.slot in self._bases:
+                pairs.append(self._bases[piece.slot])
+            for owed, proposed in map(self._in_turn, pairs):
+                proposed.copy_(owed)
 
     @property
     def whole_tensors(self) -> bool:
@@ -84,6 +103,7 @@ class WireMemory:
     def open(self, arena: ModelArena) -> None:
         """The model lies there, and so does what is remembered of it."""
         self._arena = arena
+        self._firsts = _first_floats(arena.layout.chunks)  # by chunk: where what is owed of it begins
         self._bases: dict[int, Owed] = {}  # by slot
         start = 0
         for number, (rows, columns) in self._matrices(arena.layout).items():
@@ -101,7 +121,7 @@ class WireMemory:
         assert links is not None
         chunk = layout.chunks[first]
         like = torch.empty(elements, device=self._arena.parameters.device)
-        owed = self._in_turn(self._owed(chunk.start, elements)) if self._owes else None
+        owed = self._in_turn(self._owed(self._firsts[first], elements)) if self._owes else None
         if self._rank is None:
             return range_sum(like, links.host, links.hosts, wire(self._wire_name), owed)
         assert owed is not None
@@ -119,8 +139,7 @@ class WireMemory:
                 found.append((matrix, self._in_turn(self._bases[number])))
         return found
 
-    def _owed(self, start: int, elements: int) -> Owed:
-        first = start // 4 * _floats_a_word(self._arena.layout)
+    def _owed(self, first: int, elements: int) -> Owed:
         one, other = self._arena.owed[:, first : first + elements]
         return one, other
 
@@ -178,13 +197,33 @@ class WireMemory:
                 self._in_turn(pair)[0].copy_(basis)
 
     def _part(self, flat: torch.Tensor, slot: Slot) -> torch.Tensor:
-        first = slot.offset // 4 * _floats_a_word(self._arena.layout)
+        chunks = self._arena.layout.chunks
+        number = next((at for at, chunk in enumerate(chunks) if chunk.start <= slot.offset < chunk.stop), None)
+        first = self._first_of(slot, number) if number is not None else 0  # it is empty
         return flat[first : first + slot.elements].view(slot.shape)
+
+    def _first_of(self, slot: Slot, number: int) -> int:
+        """Returns where what is owed of a tensor begins, some of which is in that chunk."""
+        start = self._arena.layout.chunks[number].start
+        return self._firsts[number] + (slot.offset - start) // slot.dtype.itemsize
 
 
 def _is_coded(slot: Slot) -> bool:
     """Whether values of this type are coded at all: in float32, that is."""
     return slot.dtype.is_floating_point and slot.dtype.itemsize <= 4
+
+
+def _first_floats(chunks: Sequence[Chunk]) -> list[int]:
+    """Returns by chunk where its values begin among all values: neighbours of one type are one range, however they are
+    summed."""
+    firsts: list[int] = []
+    for before, chunk in zip((None, *chunks), chunks, strict=False):
+        if before is None:
+            firsts.append(0)
+        else:
+            bytes_between = (chunk.start if chunk.dtype == before.dtype else before.stop) - before.start
+            firsts.append(firsts[-1] + bytes_between // before.dtype.itemsize)
+    return firsts
 
 
 def _floats_a_word(layout: FlatLayout) -> int:

@@ -32,6 +32,10 @@ DIFFERENT = {
         "--on-failure stop",
         "on-failure is 'stop': that is host 1's, and host 0 has 'continue', give every host the same",
     ),
+    "saves": (
+        "--save-on-stop last.safetensors",
+        "save-on-stop is 'given': that is host 1's, and host 0 has 'not given', give every host the same",
+    ),
 }
 
 

@@ -10,14 +10,25 @@ from typing import Any, TypeVar
 
 import pytest
 
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, SecurityError
 from paceline.launch import meeting as meeting_module
 from paceline.launch import meeting_door as door_module
-from paceline.launch.host_greeting import hear
-from paceline.launch.host_messages import HostComes, HostLost, HostReady, RunBegins, RunFailed, StopAsked, ViewProposed
+from paceline.launch.host_greeting import greet, hear
+from paceline.launch.host_messages import (
+    HOST_MESSAGES,
+    HostComes,
+    HostLost,
+    HostReady,
+    RunBegins,
+    RunFailed,
+    RunRefused,
+    StopAsked,
+    ViewProposed,
+)
 from paceline.launch.meeting import Meeting
 from paceline.launch.meeting_door import HostsSetting
 from paceline.net import strangers as strangers_module
+from paceline.net.frames import Channel
 
 Answer = TypeVar("Answer")
 
@@ -72,6 +83,27 @@ def test_strangers_who_say_nothing_keep_no_host_away(port: int, limit: str, monk
         guest = stack.enter_context(contextlib.closing(Meeting(setting(1, port), said.append)))
         both_begin(host, guest)
         assert idle[0].recv(1) == b""  # the oldest made room
+
+
+def test_what_a_stranger_says_is_not_printed(port: int) -> None:
+    said: list[str] = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.closing(Meeting(setting(0, port), said.append)))
+        connection = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
+        Channel(connection, HOST_MESSAGES, most_body_bytes=0).send(RunRefused(sentence="\x1b[2Jtype your password"))
+        soon(lambda: said or None)
+    assert said == ["turned away whoever came from 127.0.0.1: RunRefused has come and not HostGreeting"]
+
+
+def test_who_refuses_a_host_and_has_proven_nothing_is_quoted_on_one_line_of_letters() -> None:
+    with contextlib.ExitStack() as stack:
+        guest, stranger = (
+            Channel(stack.enter_context(one), HOST_MESSAGES, most_body_bytes=0) for one in socket.socketpair()
+        )
+        stranger.send(RunRefused(sentence="\x1b[2J\n" + 2000 * "a"))
+        with pytest.raises(SecurityError) as refused:
+            greet(guest, "secret")
+    assert str(refused.value) == r"\x1b[2J\n" + 995 * "a"
 
 
 def test_a_host_that_waits_for_something_else_is_not_silent(port: int) -> None:

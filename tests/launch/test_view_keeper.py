@@ -114,6 +114,24 @@ def test_one_that_dies_while_others_enter_is_in_no_view_that_opens(hosts: Hosts)
     assert hosts.counts(0) == (2, 1, 1)
 
 
+def test_a_host_whose_replicas_die_at_the_same_moment_is_in_no_view_that_opens(hosts: Hosts) -> None:
+    for row in range(2):  # each was still alive when the one before was told of
+        hosts.boards[1].declare_ended(row)
+        hosts.keepers[1].look(hosts.boards[1], died=[row])
+    hosts.settle()
+    assert [hosts.counts(host) for host in range(3)] == [(2, 0, 2)] * 3
+    hosts.enter((0, 0), (0, 1), (2, 0), (2, 1))
+    hosts.settle()
+    assert hosts.opened() == [3, 3, 3]
+
+
+def test_one_whose_death_is_noticed_after_the_broken_link_is_in_no_view_that_opens(hosts: Hosts) -> None:
+    hosts.boards[1].set(0, Word.VIEW_FAILED, 1)
+    hosts.keepers[1].look(hosts.boards[1])
+    hosts.kill(1, 1)
+    assert [hosts.counts(host) for host in range(3)] == [(2, 1, 2)] * 3
+
+
 def test_what_is_late_changes_nothing(hosts: Hosts) -> None:
     hosts.kill(1, 0)
     before = [hosts.counts(host) for host in range(3)]
