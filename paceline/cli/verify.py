@@ -156,7 +156,7 @@ def _run_alone(plan: RunPlan, folder: Path, steps: int, precision: Precision, *,
 
 
 def _try_alone(plan: RunPlan, recording: Recording) -> subprocess.CompletedProcess[str]:
-    place = Place(row=0, rows=1, recording=recording, started_by="reference")
+    place = Place(row=0, rows=1, recording=recording, started_by="reference", checkpoints=False)
     return run_alone(["-m", "paceline.launch.script", *plan.job(place).command], place)
 
 
@@ -169,7 +169,8 @@ def _sentence(errors: str) -> str:
 def _run_distributed(plan: RunPlan, recording: Recording, path: Path) -> None:
     display = choose_display(plan.name, plain=True, quiet=True)
     folder = RunFolder(path, lambda line: display.say(f"paceline: {line}"))
-    job = plan.job(msgspec.structs.replace(plan.place(path), recording=recording), container="verify")
+    place = msgspec.structs.replace(plan.place(path), recording=recording, checkpoints=False)
+    job = plan.job(place, container="verify")
     job = replace(job, on_failure="stop", max_restarts=0, shown=False)
     try:
         outcome = Supervisor(job, folder, display).run()

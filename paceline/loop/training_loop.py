@@ -336,7 +336,7 @@ class TrainingLoop:
 
     def save(self, path: str | os.PathLike[str], keep: int = 2) -> None:
         # What is only looked at leaves the user's files alone: other runs may go on from them, these here among them.
-        if self._place.reaching is not None or self._place.recording is not None or not self._place.checkpoints:
+        if self._place.reaching is not None or not self._place.checkpoints:
             return
         self._join_if_restarted()
         self._clock.pause()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from async_cases import told
+from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -132,6 +133,34 @@ def going_on() -> list[float]:
     other = new_trainer()
     assert other.resume("saved.safetensors")
     return [*first, mean, by_hand, *losses(other, epochs=2)]
+
+
+def freezing() -> list[float]:
+    """A layer that is frozen in mid-training, and another that is not any more."""
+    trainer = new_trainer()
+    first, _, last = trainer.model  # type: ignore[misc]
+    last.bias.requires_grad_(False)
+    for batch in trainer.batches(X, 12):
+        trainer.step(batch)
+        if trainer.steps == 2:
+            first.requires_grad_(False)
+            last.bias.requires_grad_(True)
+    return [value for parameter in trainer.model.parameters() for value in parameter.flatten().tolist()]
+
+
+def statistics_in_the_loop() -> list[float]:
+    """Running means as the script sees them after a step, and as it saves them there."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(4)
+    model = nn.Sequential(norm, nn.Linear(4, 1))
+    trainer = pl.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.05), square)
+    found: list[float] = []
+    for batch in trainer.batches(X + 5.0, 12):
+        trainer.step(batch)
+        assert norm.running_mean is not None
+        found += norm.running_mean.tolist()
+    trainer.save("in_the_loop.safetensors")
+    return [*found, *load_file("in_the_loop.safetensors")["0.running_mean"].tolist()]
 
 
 def resumed_statistics() -> list[list[float]]:
@@ -272,6 +301,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "changed batches": changed_batches,
     "a break": a_break,
     "going on": going_on,
+    "freezing": freezing,
+    "statistics in the loop": statistics_in_the_loop,
     "resumed statistics": resumed_statistics,
     "a slow replica": a_slow_replica,
     "a slow first replica": a_slow_first_replica,

@@ -66,7 +66,7 @@ def test_the_loop_goes_round_once_an_update(run: Run) -> None:
     assert told["ledger"] == "epoch 0: 38 samples, each once"
 
 
-@pytest.mark.parametrize("case", ["schedules", "changed batches", "going on"])
+@pytest.mark.parametrize("case", ["schedules", "changed batches", "going on", "freezing", "statistics in the loop"])
 def test_the_numbers_are_those_of_one_process(
     case: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

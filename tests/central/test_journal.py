@@ -7,6 +7,7 @@ import errno
 import os
 import resource
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -326,3 +327,23 @@ def test_many_threads_write_and_each_finds_its_records(tmp_path: Path) -> None:
     assert sorted(written) == [(number, ticket) for number in range(8) for ticket in range(20)]
     for number in range(8):
         assert [ticket for replica, ticket in written if replica == number] == list(range(20))
+
+
+def test_a_snapshot_that_is_waited_for_comes_after_one_that_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, go_on, plain = begun(tmp_path), threading.Event(), os.fsync
+
+    def slow(descriptor: int) -> None:
+        go_on.wait(30)
+        plain(descriptor)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    snapshot(journal, 1.0, wait=False)
+    waits = threading.Thread(target=lambda: snapshot(journal, 2.0), daemon=True)  # which holds the journal's lock
+    waits.start()
+    time.sleep(0.1)
+    go_on.set()
+    waits.join(10)
+    assert not waits.is_alive(), "each waits for the other"
+    assert read(tmp_path)[0] == 2.0

@@ -27,7 +27,7 @@ def gradients(steps: int) -> list[Rows]:
 
 
 def new_table(optimizer: str, weight: torch.Tensor | None = None) -> Table:
-    table = Table(TableSpec("table", ROWS, WIDTH, 0, False), optimizer, 0, 1)
+    table = Table(TableSpec("table", ROWS, WIDTH, 0, False), optimizer, {}, 0, 1)
     if weight is not None:
         table.put("", 0, weight)
     return table
@@ -92,7 +92,7 @@ def test_rows_are_dealt_to_the_server_that_has_them(rows: list[int], servers: in
 
 def test_servers_draw_the_values_of_a_table_nobody_has() -> None:
     spec = TableSpec("table", 1000, 8, 0, True)
-    one, again, other = (Table(spec, "SGD", server, 2).weight for server in (0, 0, 1))
+    one, again, other = (Table(spec, "SGD", {}, server, 2).weight for server in (0, 0, 1))
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
     assert one.shape == (500, 8)
@@ -107,7 +107,7 @@ def test_memory_comes_with_the_rows_that_are_used() -> None:
             return int(file.read().split()[1]) * 4096
 
     before = resident()
-    table = Table(TableSpec("table", 10_000_000, 16, 0, False), "Adagrad", 0, 1)
+    table = Table(TableSpec("table", 10_000_000, 16, 0, False), "Adagrad", {}, 0, 1)
     rows = Rows(torch.arange(0, 10_000_000, 100_000), torch.ones(100, 16))
     table.update([(rows, 1.0)], {"lr": 0.1}, 1.0)
     assert resident() - before < 50 << 20
@@ -139,4 +139,13 @@ def test_an_optimizer_that_is_not_lazy_is_refused() -> None:
 
 def test_a_table_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ArenaError, match="the rows of table on this server need"):
-        Table(TableSpec("table", 1 << 40, 16, 0, False), "SGD", 0, 1)
+        Table(TableSpec("table", 1 << 40, 16, 0, False), "SGD", {}, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "option"),
+    [("SGD", "dampening"), ("Adam", "amsgrad"), ("Adam", "decoupled_weight_decay"), ("AdamW", "amsgrad")],
+)
+def test_an_option_that_rows_are_not_updated_with_is_refused(optimizer: str, option: str) -> None:
+    with pytest.raises(ModelError, match=f"{optimizer}\\({option}=True\\)"):
+        Table(TableSpec("table", 4, 2, 0, False), optimizer, {option: True}, 0, 1)

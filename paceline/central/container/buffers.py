@@ -59,9 +59,12 @@ class ModelBuffers:
             for accepted in close.accepted:
                 raw = bytearray(self._given[accepted.replica][offset : offset + tensor.nbytes])
                 parts.append(torch.frombuffer(raw, dtype=tensor.dtype).view(tensor.shape) if raw else tensor)
-            if tensor.is_floating_point():
+            if all(torch.equal(part, parts[0]) for part in parts[1:]):
+                found.append(parts[0])  # a mean would be that, but for rounding, step after step
+            elif tensor.is_floating_point():
+                wide = torch.promote_types(tensor.dtype, torch.float32)
                 weights = [accepted.samples / close.samples for accepted in close.accepted]
-                mean = torch.stack([part * weight for part, weight in zip(parts, weights, strict=True)]).sum(0)
+                mean = torch.stack([part.to(wide) * weight for part, weight in zip(parts, weights, strict=True)]).sum(0)
                 found.append(mean.to(tensor.dtype))
             else:
                 found.append(torch.stack(parts).amax(0))

@@ -72,7 +72,8 @@ class Container:
         # Replicas are known by their places, here and below.
         self.not_pulled: set[int] = set()  # those of which it is not known what they computed on
         self.maker = StepMaker(spec, self.arena, self.not_pulled, recording=settings.recording)
-        self.tables = [Table(table, spec.optimizer.name, server, spec.servers) for table in spec.tables]
+        of = spec.optimizer
+        self.tables = [Table(table, of.name, of.groups[table.group], server, spec.servers) for table in spec.tables]
         self.rows: dict[int, list[Rows]] = {}  # its gradients for the tables
         self.staged: dict[int, int] = {}  # the ticket whose gradient is here
         self._staged_by: dict[int, int] = {}  # the incarnation that it came from

@@ -58,6 +58,7 @@ class LogJournal(Journal):
         super().__init__()
         self.folder = folder
         self.lock = threading.RLock()
+        self._marking = threading.Lock()  # beside it: who holds the one may wait for whoever writes a snapshot
         self.container_bytes = container_bytes
         self._most_bytes = log_bytes
         self._most_steps = log_steps
@@ -116,9 +117,11 @@ class LogJournal(Journal):
             return 0
 
     def _set_mark(self, snapshot: int, record: int) -> None:
-        mark = Mark(self._mark.journal, snapshot, record)
-        mark.write(self._marks)
-        self._mark = mark
+        """Have a mark that is not behind these, nor behind the one before."""
+        with self._marking:
+            mark = Mark(self._mark.journal, max(snapshot, self._mark.snapshot), max(record, self._mark.record))
+            mark.write(self._marks)
+            self._mark = mark
 
     # ── snapshots ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -170,8 +173,7 @@ class LogJournal(Journal):
                 os.fsync(file.fileno())
             draft.replace(path)
             sync_folder(self.folder)
-            with self.lock:
-                self._set_mark(number, max(record, self._mark.record))
+            self._set_mark(number, record)
         except OSError as error:
             # The logs are still there, and go back to an older snapshot.
             failure = str(_cannot_write(self.folder, error))

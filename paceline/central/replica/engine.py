@@ -339,13 +339,15 @@ class CentralizedEngine:
         whole = self.client.whole
         copy = whole.freeze()
         parameters, state, books = whole.parameters(copy), whole.state(copy), whole.books(copy)
+        buffers = dict(own_state(self._model).named_buffers())
+        parameters |= {name: value for name, value in whole.extras(copy).items() if name in buffers}
         for lookup in self.client.tables:
             parameters[lookup.name], held = whole.table(copy, lookup.number)
             if held:
                 state[lookup.name] = held
         whole.thaw(copy)
         model = {key: value.detach() for key, value in own_state(self._model).state_dict().items()}
-        names = {id(parameter): name for name, parameter in own_state(self._model).named_parameters()}
+        names = {id(tensor): name for name, tensor in (*own_state(self._model).named_parameters(), *buffers.items())}
         for key, value in own_state(self._model).state_dict(keep_vars=True).items():
             if names.get(id(value)) in parameters:
                 model[key] = parameters[names[id(value)]]

@@ -270,6 +270,8 @@ class InGraphEngine(CentralizedEngine):
 
 
 def _same_modes(users: nn.Module, own: nn.Module) -> None:
-    """What the user has frozen (`.eval()`) is frozen in every replica."""
+    """What the user has frozen (`.eval()`, `.requires_grad_(False)`) is frozen in every replica."""
     for theirs, mine in zip(users.modules(), own.modules(), strict=True):
         mine.training = theirs.training
+    for given, taken in zip(users.parameters(), own.parameters(), strict=True):
+        taken.requires_grad_(given.requires_grad)

@@ -101,8 +101,8 @@ class Session:
             case requests.Report():
                 training, buffers = self._run(request.container), self._channel.read_whole_body(SMALL_BODY_BYTES)
                 settled = training.report(request, bytes(buffers))
-                goes_on = isinstance(settled, replies.Settled) and settled.next is not None
-                return Answer(settled, training.buffers_now() if goes_on else ())
+                # Also to whoever has nothing to do next: it may evaluate, or save.
+                return Answer(settled, training.buffers_now() if isinstance(settled, replies.Settled) else ())
             case requests.GiveBack():
                 self._run(request.container).give_back(request)
             case requests.Push():

@@ -59,9 +59,14 @@ class TableCopy:
 class Table:
     """The rows of a table that lie on one server."""
 
-    def __init__(self, spec: TableSpec, optimizer: str, server: int, servers: int) -> None:
+    def __init__(self, spec: TableSpec, optimizer: str, options: Options, server: int, servers: int) -> None:
+        """`options`: of the optimizer's group that it is in."""
         if optimizer not in LAZY:
             raise ModelError("optimizer", optimizer, f"tables are updated by {', '.join(LAZY)}; use one of them")
+        for option in NOT_LAZY.get(optimizer, ()):
+            if options.get(option):
+                expected = f"rows of {spec.name} are updated without it; leave it out, or give it another group"
+                raise ModelError("optimizer", f"{optimizer}({option}={options[option]})", expected)
         self.spec = spec
         self._optimizer = optimizer
         self._update = LAZY[optimizer]
@@ -194,6 +199,10 @@ LAZY: Mapping[str, Callable[[Table, torch.Tensor, torch.Tensor, Options], None]]
     "Adam": _adam,
     "AdamW": _adamw,
 }
+
+
+# What these can do with whole parameters, and not with rows.
+NOT_LAZY = {"SGD": ("dampening",), "Adam": ("amsgrad", "decoupled_weight_decay"), "AdamW": ("amsgrad",)}
 
 
 # ── which rows are where ─────────────────────────────────────────────────────────────────────────────────────
