@@ -98,7 +98,7 @@ class MessageReader:
     >>> body = msgspec.msgpack.encode(TrainingBegan(1.5))
     >>> data = len(body).to_bytes(4, "little") + body
     >>> reader.read(data[:7]), reader.read(data[7:] + data[:2])
-    ([], [TrainingBegan(at=1.5)])
+    ([], [TrainingBegan(at=1.5, cutting_s=None)])
     """
 
     def __init__(self) -> None:

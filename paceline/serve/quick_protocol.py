@@ -59,10 +59,10 @@ class QuickProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Lets go of everything: a timer would hold the connection, and its last request, for as long as it runs."""
         super().connection_lost(exc)
-        self._unset_keepalive_if_required()
-        if self._timer is not None:
-            self._timer.cancel()
-        self._asking, self._pieces, self._timer = None, [], None
+        for timer in (self._timer, self.timeout_keep_alive_task):
+            if timer is not None:
+                timer.cancel()
+        self._asking, self._pieces, self._timer, self.timeout_keep_alive_task = None, [], None, None
         nobody: Any = None
         self.cycle = nobody
         self.pipeline.clear()

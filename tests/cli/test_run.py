@@ -292,6 +292,7 @@ def test_the_configuration_says_of_each_value_where_it_came_from() -> None:
             "not_used": "nothing is started again, --on-failure restart would",
         },
         "save_on_stop": {"value": None, "from": "default"},
+        "no_checkpoints": {"value": None, "from": "default"},
         "hosts": {"value": 1, "from": "default"},
         "host": {"value": 0, "from": "default", "not_used": "there is one host"},
         "rendezvous": {"value": None, "from": "default"},
@@ -348,7 +349,7 @@ def test_the_summary_is_the_last_line_on_stdout() -> None:
         "bytes_sent": 0,
         "saved": None,
         "kept": [],
-        **dict.fromkeys(("target", "stopped_by", "late", "dropped", "staleness", "thrown_away")),
+        **dict.fromkeys(("target", "stopped_by", "late", "dropped", "staleness", "thrown_away", "cutting_s")),
     }
 
 
