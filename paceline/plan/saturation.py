@@ -63,7 +63,6 @@ class Lever(msgspec.Struct, frozen=True):
     what: str
     gain: float  # samples/s over those without it
     how: str  # flags, or what to change
-    available: bool = True  # with Paceline as it is
 
 
 def speedup_curve(predictor: StepPredictor, wire: str = "fp32") -> SpeedupCurve:
@@ -93,9 +92,9 @@ def levers(predictor: StepPredictor, plan: Prediction, everything: Sequence[Pred
     found: list[Lever] = []
     profile, cluster = predictor.profile, predictor.cluster
 
-    def add(what: str, other: float, how: str, *, available: bool = True) -> None:
+    def add(what: str, other: float, how: str) -> None:
         if other > _WORTH_SAYING * plan.samples_per_s:
-            found.append(Lever(what, other / plan.samples_per_s, how, available))
+            found.append(Lever(what, other / plan.samples_per_s, how))
 
     for what, allowed in _DIFFERENT.items():
         other_plan = max(filter(allowed, everything), key=lambda other: other.samples_per_s, default=None)
@@ -116,7 +115,7 @@ def levers(predictor: StepPredictor, plan: Prediction, everything: Sequence[Pred
                 other = predictor.mirrored(replicas, fewer, plan.strategy.wire).samples_per_s
                 add(f"the same replicas on {fewer} host{'s' if fewer > 1 else ''}", other, f"--nnodes {fewer}")
                 break
-        add(*_local(predictor, replicas, hosts), available=False)
+        add(*_local(predictor, replicas, hosts))
     if plan.strategy.on_servers and hosts > 1:
         more = plan.strategy.server_processes + 1
         other = far_servers(predictor, replicas, hosts, more, Sync()).samples_per_s
@@ -148,7 +147,7 @@ def _local(predictor: StepPredictor, replicas: int, hosts: int) -> tuple[str, fl
     )
     seconds = simulate(step, steps=3).step_s / _LOCAL_STEPS
     speed = predictor.profile.batch_size / seconds
-    return f"exchanging every {_LOCAL_STEPS} steps only (another training)", speed, "not in Paceline"
+    return f"exchanging every {_LOCAL_STEPS} steps only (another training)", speed, f"--every {_LOCAL_STEPS}"
 
 
 def _with_link(cluster: Cluster, times: float) -> Cluster:

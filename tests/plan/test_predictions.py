@@ -67,6 +67,7 @@ def test_the_link_decides_where_replicas_saturate_and_a_faster_one_moves_that() 
     report = make_report(made, calibration(), slow_links(16))
     assert any("the link binds" in reason for reason in report.why), report.why
     gains = {lever.what: lever.gain for lever in report.levers}
+    assert "--every 8" in [lever.how for lever in report.levers]
     assert gains["a wire of bf16"] > 1.1
     assert gains["links of 1gbit instead of 100mbit"] > gains["a wire of bf16"]
 
