@@ -126,6 +126,11 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
         return self.hosts * self.rows
 
     @property
+    def is_spread(self) -> bool:
+        """Whether the one replica that there is has devices on every host."""
+        return self.hosts > self.strategy.replicas
+
+    @property
     def replica(self) -> int:
         """Number of the replica that this process is, or is a device of, among all hosts'."""
         return self.rank // self.strategy.devices

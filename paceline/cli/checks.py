@@ -112,7 +112,7 @@ def _check_way_to_servers(plan: RunPlan) -> None:
 
 def _check_devices(plan: RunPlan) -> None:
     """A cut that has less than a core for a device would be slower than no cut, and is a slip more often than not."""
-    devices, cores = plan.strategy.devices, len(allowed_cores())
+    devices, cores = min(plan.strategy.devices, plan.strategy.processes // plan.hosts), len(allowed_cores())
     if devices > 1:
         check_shared_words("a model cannot be cut over devices")
     if devices > 1 and devices > cores * MOST_DEVICES_A_CORE:

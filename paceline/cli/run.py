@@ -68,6 +68,8 @@ examples:
   paceline run train.py --on ray --nnodes 3 --replicas 6     on three nodes of a Ray cluster; --on slurm the same there
 on two machines, with torchrun's flags; this is the first of them, the other is --node-rank 1:
   paceline run train.py --nnodes 2 --nproc-per-node 2 --node-rank 0 --rdzv-endpoint 10.0.0.1:29500
+  paceline run train.py --nnodes 2 --replicas 1 --stages 4 --node-rank 0 --rdzv-endpoint 10.0.0.1:29500
+                                                             two stages on each of two hosts
   paceline run train.py --nnodes 2 --replicas 4 --servers 2 --token secret --node-rank 0 --rdzv-endpoint 10.0.0.1:29500
                                                              a server on each, and the same secret file
 """

@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.cli import is_count
 from paceline.errors import StrategyError
+from paceline.split.values import Split
 from paceline.strategy import Strategy
 
 
@@ -55,6 +56,9 @@ def check_hosts(given: Mapping[str, Any], hosts: int, strategy: Strategy, on_fai
         raise StrategyError("in-graph", "set", expected)
     if strategy.devices > 1 and strategy.on_servers:
         raise StrategyError(field, value, "a cut model with servers works on one host so far")
+    if strategy.replicas < hosts and strategy.wire != "fp32":
+        expected = "between stages activations go as they are, and gradients stay, give fp32"
+        raise StrategyError("wire", strategy.wire, expected)
     if strategy.server_processes and not strategy.on_servers:
         raise StrategyError(field, value, "tables on servers work on one host so far, leave out --only sparse")
     if strategy.server_processes and "join" in given and "emulate" in given:
@@ -66,6 +70,19 @@ def check_hosts(given: Mapping[str, Any], hosts: int, strategy: Strategy, on_fai
         raise StrategyError("on-failure", on_failure, f"between several hosts no death is survived {why}, give stop")
     if on_failure == "restart" and not strategy.on_servers:
         raise StrategyError("on-failure", on_failure, "mirrored replicas of several hosts are not started again so far")
+
+
+def check_spread(replicas: int, hosts: int, split: Split | None) -> None:
+    """Not every host has replicas of its own: then there is one, and its stages are on all of them."""
+    expected = f"give a multiple of {hosts}, as many to each of the {hosts} hosts"
+    if replicas != 1 or split is None:
+        raise StrategyError("replicas", replicas, expected)
+    if not split.over_hosts:
+        expected = f"{split.words} on several hosts would exchange too much, only --stages can be there, {expected}"
+        raise StrategyError("replicas", replicas, expected)
+    if split.devices % hosts:
+        expected = f"one replica on {hosts} hosts has as many stages on each, give a multiple of {hosts}"
+        raise StrategyError("stages", split.devices, expected)
 
 
 def why_no_death_is_survived(given: Mapping[str, Any], strategy: Strategy) -> str | None:

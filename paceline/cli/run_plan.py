@@ -23,6 +23,7 @@ from paceline.cli.run_hosts import (
     check_hosts,
     check_joining,
     check_secure,
+    check_spread,
     hosts_of_servers,
     which_host,
     why_no_death_is_survived,
@@ -435,7 +436,7 @@ def _count_replicas(given: Mapping[str, Any], hosts: int, split: Split | None) -
         expected = f"on {hosts} host(s) that makes {on_host * hosts} but --replicas says {replicas}, give only one"
         raise StrategyError("nproc-per-node", on_host, expected)
     if replicas % hosts:
-        raise StrategyError("replicas", replicas, f"give a multiple of {hosts}, as many to each of the {hosts} hosts")
+        check_spread(replicas, hosts, split)
     if replicas // hosts > MOST_REPLICAS:
         raise StrategyError("replicas", replicas, f"give at most {MOST_REPLICAS} a host")
     return replicas

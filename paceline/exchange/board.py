@@ -306,12 +306,20 @@ class Board:
         self._ints[row + Word.PHASE] = phase
         self._ints[row + Word.SINCE_NS] = time.monotonic_ns()
 
-    def wait(self, rank: int, phase: Phase, ready: Callable[[], bool], timeout_s: float) -> None:
+    def wait(
+        self,
+        rank: int,
+        phase: Phase,
+        ready: Callable[[], bool],
+        timeout_s: float,
+        rest: Callable[[], None] | None = None,
+    ) -> None:
         """Wait until `ready()`: spin for a moment, giving way to other processes, then sleep between looks.
 
         A sleep ends late by up to a millisecond, which is a lot of a short step, and there are several waits in one.
 
-        `ready` may raise `MemberLost` to end the wait.
+        `ready` may raise `MemberLost` to end the wait. `rest` is called between looks instead: where a thread of this
+        process brings what is waited for, spinning would keep it from that.
         """
         if ready():
             return
@@ -322,11 +330,14 @@ class Board:
         sleep_s = 0.00005
         while not ready():
             waited_s = time.monotonic() - start
-            if waited_s < spin_s:
+            if rest is not None:
+                rest()
+            elif waited_s < spin_s:
                 os.sched_yield()
                 continue
-            time.sleep(sleep_s)
-            sleep_s = min(sleep_s * 1.3, LONGEST_SLEEP_S)
+            else:
+                time.sleep(sleep_s)
+                sleep_s = min(sleep_s * 1.3, LONGEST_SLEEP_S)
             if waited_s > timeout_s:
                 raise Stalled(f"{self.called(rank)} gave up after {timeout_s:g} s: {self.who_waits()}")
         self.enter(rank, before)

@@ -89,16 +89,13 @@ class Links:
             yield
         except (RuntimeError, dist.DistError) as error:
             raise LinkLost(
-                f"host {self.host} lost its link to another host ({_first_line(error)}): see that host's output"
+                f"host {self.host} lost its link to another host ({first_line(error)}): see that host's output"
             ) from error
 
     def abort(self) -> None:
         """Ends all that is under way, here and, since connections are closed, on the other hosts."""
         for group in self._open.groups:
-            # Gloo has no way to give up. But a receive whose time runs out closes all connections of its group.
-            with suppress(RuntimeError):
-                nothing, other = torch.empty(1, device=self._device), (self.host + 1) % self.hosts
-                group.recv([nothing], other, _NEVER_SENT).wait(timedelta(milliseconds=1))
+            give_up(group, (self.host + 1) % self.hosts, self._device)
 
     def sum(self, values: torch.Tensor, group: Any = None) -> torch.Tensor:
         """The sum over all hosts of a few numbers, uncoded. All owners of this link call it."""
@@ -156,6 +153,13 @@ class Links:
                 work.wait()
 
 
+def give_up(group: Any, other: int, device: torch.device | None = None) -> None:
+    """Ends all that is under way in a group, in which `other` is another rank, by closing its connections."""
+    # Gloo has no way to do that. But a receive whose time runs out closes all connections of its group.
+    with suppress(RuntimeError):
+        group.recv([torch.empty(1, device=device)], other, _NEVER_SENT).wait(timedelta(milliseconds=1))
+
+
 class _OpenGroups:
     """Process groups, and what is under way in them. They are closed before Python ends.
 
@@ -209,7 +213,7 @@ def open_store(rendezvous: str, *, serve: bool, timeout_s: float) -> Store:
             address, int(port), is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
         )
     except (RuntimeError, dist.DistError) as error:
-        raise ReplicaDied(f"nobody answers at {rendezvous} ({_first_line(error)}): start host 0 first") from error
+        raise ReplicaDied(f"nobody answers at {rendezvous} ({first_line(error)}): start host 0 first") from error
     return PrefixStore("paceline", store)
 
 
@@ -241,5 +245,6 @@ def _listen_here(address: str, port: int) -> int | None:
         ) from error
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Returns what an error says first, for a sentence of ours."""
     return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

@@ -1,5 +1,7 @@
 """The devices of one cut replica, as one of them sees the others: tensors go back and forth through shared memory.
 
+Devices on other hosts have mailboxes of the same kind (`far_mailboxes.py`), so nobody else need know where they are.
+
 Every ordered pair of devices has a mailbox: a list of descriptors (what lies where), and room for what they describe.
 The sender copies a tensor in, writes its descriptor, and goes on; the receiver reads it in place or copies it out, and
 counts it as taken. Room is given out from the beginning whenever everything was taken, so that what devices exchange in
@@ -13,9 +15,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -30,7 +33,7 @@ ROOM_BYTES = 64 << 20  # of a mailbox; memory that is not used is not there
 PIECE_BYTES = 8 << 20
 DESCRIPTORS = 256
 WORDS = 16  # of a descriptor
-MOST_DIMS = WORDS - 5
+MOST_DIMS = WORDS - 4
 _ALIGN = 64
 _HEAD_BYTES = 4096  # the counters: posted by the sender, taken by the receiver, each in a line of the cache of its own
 BOX_BYTES = _HEAD_BYTES + DESCRIPTORS * WORDS * 8 + ROOM_BYTES
@@ -39,32 +42,94 @@ DTYPES = sorted({found for found in vars(torch).values() if isinstance(found, to
 DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 
+class Outbox(Protocol):
+    """Where messages are left for another device."""
+
+    def post(self, part: torch.Tensor, whole: torch.Tensor) -> bool:
+        """Leaves a part of a message, and returns True; False if there is no room at the moment."""
+
+
+class Inbox(Protocol):
+    """Where messages of another device arrive."""
+
+    @property
+    def arrived(self) -> bool:
+        """Returns whether something lies there that was not taken yet."""
+
+    def next(self) -> torch.Tensor | None:
+        """Returns the next message that is whole; None if there is none."""
+
+    def take_in(self) -> None:
+        """Takes in what has arrived, so that there is room for more."""
+
+    def clear(self) -> None:
+        """Throws away what has arrived; nobody may send meanwhile."""
+
+
+class FarDevices(Protocol):
+    """The devices of the same replica that are on other hosts."""
+
+    @property
+    def out(self) -> Mapping[int, Outbox]:
+        """By device."""
+
+    @property
+    def into(self) -> Mapping[int, Inbox]:
+        """By device."""
+
+    def lost(self, device: int) -> str | None:
+        """Returns who that device is, and why nothing will come from it; None: it may."""
+
+    def rest(self) -> None:
+        """Returns when something may have come or gone, or after a moment."""
+
+    def close(self) -> None:
+        """Returns when all that was left has gone there."""
+
+
 class Peers:
     """The devices of one replica, as the device with number `rank` among them sees them: `count` in all."""
 
-    def __init__(self, arena: Arena, board: Board, process: int, rank: int, count: int, timeout_s: float) -> None:
+    _far: FarDevices | None = None  # those of them that are not on this host
+
+    def __init__(
+        self,
+        arena: Arena,
+        board: Board,
+        process: int,
+        rank: int,
+        count: int,
+        timeout_s: float,
+        far: FarDevices | None = None,
+    ) -> None:
         """`process`: this device's row on the board; those of its replica follow one another."""
         self.rank = rank
         self.count = count
         self._board = board
         self._process = process
-        self._first = process - rank
         self._timeout_s = timeout_s
         self._arena = arena
-        others = [other for other in range(count) if other != rank]
-        self._out = {other: _Outbox(arena, self._box(rank, other)) for other in others}
-        self._in = {other: _Inbox(arena, self._box(other, rank)) for other in others}
+        self._far = far
+        beyond = far.out if far is not None else {}
+        here = [device for device in range(count) if device not in beyond]
+        self.here = range(here[0], here[-1] + 1)  # the replica's devices on this host
+        self.first_row = process - (rank - self.here.start)  # of those, on the board
+        others = [other for other in here if other != rank]
+        self._out: dict[int, Outbox] = {other: _Outbox(arena, self._box(rank, other)) for other in others}
+        self._in: dict[int, Inbox] = {other: _Inbox(arena, self._box(other, rank)) for other in others}
+        if far is not None:
+            self._out |= far.out
+            self._in |= far.into
         self._told = 0  # words of what the first device has told all
-        self.alike = True  # replicas decide together; else each for itself
+        self.alike = far is None  # replicas decide together; else each for itself
         # Does something else while there is nothing to receive, and returns whether there was something to do.
         self.meanwhile: Callable[[], bool] = lambda: False
 
     @classmethod
-    def meet(cls, together: Together, count: int) -> Peers:
+    def meet(cls, together: Together, rank: int, count: int, far: FarDevices | None = None) -> Peers:
         """Opens the mailboxes, and returns this device's peers. All devices of all replicas of this host call this
         at the same time; each finds those of its own replica."""
         board, process = together.board, together.replica
-        replicas = board.replicas // count
         number = board.next_arena(process)
         found: list[Arena] = []
 
@@ -72,30 +137,38 @@ class Peers:
             board.work_on(members, Kind.BUILD, Phase.STARTING)
             if not found:  # else a try before this one has it, and others may have opened that
                 if members.first == process and board.arena_holder(number) is None:
-                    found.append(Arena.of(segment.make("mailboxes", replicas * count * count * BOX_BYTES)))
+                    found.append(Arena.of(segment.make("mailboxes", board.replicas * count * BOX_BYTES)))
                 else:
                     found.append(together.attach(*together.await_arena(number, members.first)))
                 board.hold_arena(process, number, found[0].descriptor)
             together.arrive(members, Phase.AWAITING_ARENA)
 
         together.attempt(one_try)
-        return cls(found[0], board, process, process % count, count, together.timeout_s)
+        return cls(found[0], board, process, rank, count, together.timeout_s, far)
+
+    def _row(self, device: int) -> int:
+        return self.first_row + device - self.here.start
 
     def _box(self, source: int, target: int) -> int:
-        return ((self._first + source) * self.count + target) * BOX_BYTES
+        return (self._row(source) * self.count + target) * BOX_BYTES
+
+    @property
+    def is_spread(self) -> bool:
+        """Returns whether devices of the replica are on several hosts, as many on each."""
+        return self._far is not None
+
+    def hosts_of(self, devices: Iterable[int]) -> list[int]:
+        """Returns the hosts that these devices of the replica are on."""
+        return sorted({device // len(self.here) for device in devices})
 
     # ── one to one ───────────────────────────────────────────────────────────────────────────────────────
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Sends a tensor, and returns as soon as it is copied, whether or not it has been received."""
         box = self._out[to]
-        flat = tensor.detach().contiguous().view(-1)
-        pieces = max(1, math.ceil(flat.nbytes / PIECE_BYTES))
-        step = -(-max(1, flat.numel()) // pieces)
-        for piece in range(pieces):
-            part = flat[piece * step : (piece + 1) * step]
-            if not box.post(part, tensor, flat.numel()):
-                self._wait(to, partial(self._posted, box, part, tensor, flat.numel()))
+        for part in in_pieces(tensor):
+            if not box.post(part, tensor):
+                self._wait(to, partial(self._posted, box, part, tensor))
 
     def receive(self, source: int) -> torch.Tensor:
         """Returns the next tensor that `source` has sent to this device, and waits for it."""
@@ -105,28 +178,32 @@ class Peers:
                 self._wait(source, lambda: box.arrived)
         return tensor
 
-    def _posted(self, box: _Outbox, part: torch.Tensor, tensor: torch.Tensor, elements: int) -> bool:
+    def _posted(self, box: Outbox, part: torch.Tensor, tensor: torch.Tensor) -> bool:
         """Tries again to leave a part, after taking in whatever has arrived: the other side may be waiting for that."""
         for other in self._in.values():
-            while other.arrived:
-                other.collect()
-        return box.post(part, tensor, elements)
+            other.take_in()
+        return box.post(part, tensor)
 
     def _wait(self, other: int, ready: Callable[[], bool]) -> None:
-        board, row = self._board, self._first + other
-
         def look() -> bool:
-            alive = board.alive(row)
+            gone = self._gone(other)  # looked at first: who is gone now has sent it before, or never will
             if ready():
                 return True
-            if not alive:
-                who = f"device {other} of the same replica" if other >= 0 else "device 0 of replica 0"
-                raise ReplicaDied(
-                    f"device {self.rank} waits for {who}, whose process has ended: a cut model needs all its devices"
-                )
+            if gone is not None:
+                raise ReplicaDied(f"device {self.rank} waits for {gone}: a cut model needs all its devices")
             return False
 
-        board.wait(self._process, Phase.AWAITING_DEVICES, look, self._timeout_s)
+        rest = self._far.rest if self._far is not None and other not in self.here else None
+        self._board.wait(self._process, Phase.AWAITING_DEVICES, look, self._timeout_s, rest)
+
+    def _gone(self, other: int) -> str | None:
+        """Returns who a device is, and why nothing will come from it; None: it may."""
+        if self._far is not None and other not in self.here:
+            return self._far.lost(other)
+        if self._board.alive(self._row(other)):
+            return None
+        who = f"device {other} of the same replica" if other >= 0 else "device 0 of replica 0"
+        return f"{who}, whose process has ended"
 
     # ── all together ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -145,6 +222,11 @@ class Peers:
     def first(self) -> bool:
         """Returns whether this is the first of those who decide: of all devices on this host, or of its replica's."""
         return self._process == 0 if self.alike else self.rank == 0
+
+    @property
+    def first_here(self) -> bool:
+        """Returns whether this is the first of those who decide that are on this host, where files are."""
+        return self.first or (self._far is not None and self.rank == self.here.start)
 
     @contextmanager
     def each_replica_by_itself(self) -> Iterator[None]:
@@ -167,13 +249,15 @@ class Peers:
             words[1 : 1 + len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
             words[0] = 1 + len(numbers)  # after what it announces
         elif not words[0]:
-            self._wait(-self._first, lambda: bool(words[0]))
+            self._wait(-self.first_row, lambda: bool(words[0]))
         length = int(words[0])
         self._told += length
         return words[1:length].tolist()
 
     def close(self) -> None:
         """Lets go of the memory; nothing may be sent or received afterwards."""
+        if self._far is not None:
+            self._far.close()
         self._arena.close()
 
 
@@ -217,6 +301,21 @@ class DeviceGroup:
         return tensor
 
 
+def in_pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the elements of a tensor in a row, in pieces as they are left in mailboxes."""
+    flat = tensor.detach().contiguous().view(-1)
+    pieces = max(1, math.ceil(flat.nbytes / PIECE_BYTES))
+    step = -(-max(1, flat.numel()) // pieces)
+    return [flat[piece * step : (piece + 1) * step] for piece in range(pieces)]
+
+
+def described(part: torch.Tensor, whole: torch.Tensor) -> list[int]:
+    """Returns what goes with a part of a message: its length, the type, how many dims the whole has, and which."""
+    if whole.dim() > MOST_DIMS or whole.is_quantized:
+        raise PacelineError(f"a tensor of {whole.dtype} with {whole.dim()} dims cannot go to another device")
+    return [part.numel(), DTYPE_NUMBERS[whole.dtype], whole.dim(), *whole.shape]
+
+
 class _Box:
     """One mailbox, of an ordered pair of devices, as it lies in shared memory: counters, descriptors, room."""
 
@@ -244,8 +343,7 @@ class _Outbox(_Box):
         super().__init__(arena, offset)
         self._lying: deque[tuple[int, int, int]] = deque()  # number, start, stop of what may not be taken yet
 
-    def post(self, part: torch.Tensor, whole: torch.Tensor, elements: int) -> bool:
-        """Leaves a part of a message, and returns True; False if there is no room at the moment."""
+    def post(self, part: torch.Tensor, whole: torch.Tensor) -> bool:
         number, taken = self.posted, self.taken
         while self._lying and self._lying[0][0] < taken:
             self._lying.popleft()
@@ -257,11 +355,8 @@ class _Outbox(_Box):
             return False
         if size:
             self._room[start : start + size].view(part.dtype).copy_(part)
-        if whole.dim() > MOST_DIMS or whole.is_quantized:
-            raise PacelineError(f"a tensor of {whole.dtype} with {whole.dim()} dims cannot go to another device")
         at = number % DESCRIPTORS * WORDS
-        descriptor = (start, part.numel(), DTYPE_NUMBERS[whole.dtype], elements, whole.dim())
-        for index, word in enumerate((*descriptor, *whole.shape)):
+        for index, word in enumerate((start, *described(part, whole))):
             self._descriptors[at + index] = word
         self._lying.append((number, start, start + size))
         self._counters[0] = number + 1  # after everything it announces
@@ -279,47 +374,66 @@ class _Outbox(_Box):
         return last if last + size <= first else None
 
 
-class _Inbox(_Box):
-    """A mailbox as its receiver sees it: messages that are whole, and one that may be arriving in pieces."""
+class Assembly:
+    """Messages that are whole, and one that may be arriving in pieces."""
 
-    def __init__(self, arena: Arena, offset: int) -> None:
-        super().__init__(arena, offset)
-        self._whole: deque[torch.Tensor] = deque()
+    def __init__(self) -> None:
+        self.whole: deque[torch.Tensor] = deque()
         self._begun: torch.Tensor | None = None  # a message of which pieces are missing
         self._filled = 0
 
+    def room(self, dtype: torch.dtype, length: int, shape: Sequence[int]) -> torch.Tensor:
+        """Returns where the next piece goes, of that many elements, of a message of that shape."""
+        if self._begun is None:
+            self._begun, self._filled = torch.empty(list(shape), dtype=dtype), 0
+        return self._begun.view(-1)[self._filled : self._filled + length]
+
+    def filled(self, length: int) -> None:
+        """The piece is there."""
+        assert self._begun is not None
+        self._filled += length
+        if self._filled == self._begun.numel():
+            self.whole.append(self._begun)
+            self._begun = None
+
+    def clear(self) -> None:
+        """Throws everything away."""
+        self.whole.clear()
+        self._begun = None
+
+
+class _Inbox(_Box):
+    """A mailbox as its receiver sees it."""
+
+    def __init__(self, arena: Arena, offset: int) -> None:
+        super().__init__(arena, offset)
+        self._messages = Assembly()
+
     @property
     def arrived(self) -> bool:
-        """Returns whether something lies there that was not taken yet."""
         return self.posted > self.taken
 
     def next(self) -> torch.Tensor | None:
-        """Returns the next message that is whole; None if there is none."""
-        if not self._whole and self.arrived:
-            self.collect()
-        return self._whole.popleft() if self._whole else None
+        if not self._messages.whole and self.arrived:
+            self._collect()
+        return self._messages.whole.popleft() if self._messages.whole else None
+
+    def take_in(self) -> None:
+        while self.arrived:
+            self._collect()
 
     def clear(self) -> None:
-        """Throws away what has arrived; nobody may send meanwhile."""
-        while self.arrived:
-            self.collect()
-        self._whole.clear()
-        self._begun = None
+        self.take_in()
+        self._messages.clear()
 
-    def collect(self) -> None:
+    def _collect(self) -> None:
         """Copies out the piece that has arrived first."""
         number = self.taken
         at = number % DESCRIPTORS * WORDS
-        start, length, kind, elements, dims = self._descriptors[at : at + 5]
+        start, length, kind, dims = self._descriptors[at : at + 4]
         dtype = DTYPES[kind]
-        if self._begun is None:
-            shape = list(self._descriptors[at + 5 : at + 5 + dims])
-            self._begun, self._filled = torch.empty(shape, dtype=dtype), 0
+        place = self._messages.room(dtype, length, self._descriptors[at + 4 : at + 4 + dims])
         if length:
-            view = self._room[start : start + length * dtype.itemsize].view(dtype)
-            self._begun.view(-1)[self._filled : self._filled + length].copy_(view)
-        self._filled += length
+            place.copy_(self._room[start : start + length * dtype.itemsize].view(dtype))
         self._counters[64] = number + 1
-        if self._filled == elements:
-            self._whole.append(self._begun)
-            self._begun = None
+        self._messages.filled(length)

@@ -103,11 +103,14 @@ class Kind(enum.IntEnum):
     GATHER = 8
     BROADCAST = 9
     LET_IN = 10
+    SETTLE = 11
 
     @property
     def words(self) -> str:
         if self is Kind.LET_IN:
             return "lets in a host"
+        if self is Kind.SETTLE:
+            return "evaluates, saves or ends its batches"
         if self >= Kind.BARRIER:
             return f"calls pl.{self.name.lower()}"
         calls = "builds a trainer", "takes a step", "evaluates", "saves or resumes", "updates", "calls trainer.batches"

@@ -29,7 +29,8 @@ class KeptModel:
         self._write, self._process = write, os.getpid()
         self._folder: Path | None = None
         trains = (place.recording, place.servers, place.serving, place.reaching) == (None,) * 4 and place.checkpoints
-        if place.started_by == "paceline run" and place.run_folder is not None and trains:
+        alone = not place.is_spread  # else optimizer state lies on other hosts, which may have ended by then
+        if place.started_by == "paceline run" and place.run_folder is not None and trains and alone:
             self._folder = Path(place.run_folder).resolve() / MODELS  # a script may go elsewhere
             # Not for longer than anybody has the trainer: a script may make many, one after another.
             atexit.register(_keep_if_alive, weakref.ref(self))

@@ -184,6 +184,18 @@ class BetweenHosts(OneHost):
                 raise
             raise MemberLost from None
 
+    @contextmanager
+    def _not_tried_again(self, what: str) -> Iterator[None]:
+        """Around an exchange that nobody can repeat: if a link breaks in it the run ends, with a sentence. Raises
+        `LinkLost`."""
+        self._tries_again = False
+        try:
+            yield
+        except MemberLost:  # another host has given up the view: it says why
+            raise LinkLost(f"host {self.number} was {what} when one of them lost a link: see their output") from None
+        finally:
+            self._tries_again = True
+
     def decide(self, members: Members) -> None:
         if members.view is not None:
             self._together.decide(members, self._ask_hosts)

@@ -41,13 +41,14 @@ from paceline.mirrored.device_model import DeviceModel
 from paceline.mirrored.joining import Joining
 from paceline.mirrored.logged_numbers import LoggedNumbers
 from paceline.mirrored.model_part import CutModel, WholeModel
-from paceline.mirrored.one_host import OneHost, StepTotals
+from paceline.mirrored.one_host import OneHost, OptimizerStates, StepTotals
 from paceline.mirrored.owner import Owner
 from paceline.mirrored.script_writes import ScriptWrites
 from paceline.mirrored.shared_model import SharedModel
 from paceline.mirrored.statistics import BatchStatistics
 from paceline.mirrored.step_parts import DecidedStep, OwnShard, StepPart
 from paceline.optim.host_copy import HostCopy
+from paceline.optim.models import lent
 from paceline.optim.shard_optimizer import ShardOptimizer
 from paceline.split.cut import Check, Cut, Function, Loss
 from paceline.stoppable_calls import check_in_time, in_time
@@ -106,13 +107,14 @@ class MirroredEngine(LockstepEngine):
         self._statistics = BatchStatistics(model, self._sums, hosts, self._row, devices, exact=batchnorm == "exact")
         self._joining = Joining(together, shared.arena, self._part.publish_buffers, lambda: self.state_for_joining())
         self._elsewhere = elsewhere or StepPart()
-        shard = OwnShard(owner, self._part.rows, self._show_gradients)
+        shard = OwnShard(owner, self._part.rows, self._show_gradients, hosts.squared_norm_of_all)
         self._parts = [self._statistics, self._part, hosts, self._joining, self._elsewhere, shard]
         if self._board.replicas > 1 and cut is None and copy is None and (hosts.sums_gradients or not hosts.several):
             self._parts.append(ScriptWrites(shared.arena))
         self._count = 0  # members of the step, on all hosts
         self._step: DecidedStep | None = None  # the last
         self._kept: dict[str, torch.Tensor] = {}  # for the checkpoint that is being written
+        self._states_elsewhere: OptimizerStates = {}  # the same
         self._board.host_set(HostWord.MODEL, shared.fingerprint())
         if hosts.several and not self.joining:
             together.attempt(self._compare_hosts)
@@ -138,6 +140,11 @@ class MirroredEngine(LockstepEngine):
     def meet_devices(self) -> None:
         self._part.meet_devices()
 
+    @contextmanager
+    def whole_model(self) -> Iterator[nn.Module]:
+        with lent(self.model, self._hosts.newest()), self._part.old_values_allowed():
+            yield self.model
+
     def once(self, number: int, act: Callable[[], None]) -> None:
         self._settle()
 
@@ -148,6 +155,7 @@ class MirroredEngine(LockstepEngine):
             self._hosts.begin_call(Kind.SAVE)
             first = members.first == self._row
             self._kept = self._hosts.collect(first=first)
+            self._states_elsewhere = self._hosts.states(self._optimizer.give_state)
             if first and self._hosts.leads:
                 act()
             self._together.arrive(members, Phase.AWAITING_SAVE)
@@ -160,7 +168,12 @@ class MirroredEngine(LockstepEngine):
     def _settle(self) -> None:
         """Returns when all hosts have the same parameters, wherever they are computed with."""
         if self._hosts.settle():
-            self._part.closed()
+            self._part.settled()
+
+    def _bring_all_here(self) -> None:
+        """Whoever records the step needs it whole."""
+        self._settle()
+        self._states_elsewhere = self._hosts.states(self._optimizer.give_state)
 
     def _compare_hosts(self, members: Members) -> None:
         self._board.work_on(members, Kind.BUILD, Phase.STARTING)
@@ -248,6 +261,8 @@ class MirroredEngine(LockstepEngine):
         if closed.stop or number + 1 >= self._most_steps:  # whoever stops here may never settle again
             self._settle()
         board.host_set(HostWord.CLOSED, step.members.op)
+        if self.gradients_ready is not None:
+            self._bring_all_here()
         if step.lets_in and not closed.stop:
             self._let_hosts_in(step.members)
         times_ns = (computed_at - began, arrived_at - computed_at, time.monotonic_ns() - arrived_at)
@@ -343,7 +358,7 @@ class MirroredEngine(LockstepEngine):
         if self._hosts.several:
             totals = self._hosts.sum(torch.cat([torch.tensor(numbers, dtype=torch.float64), touched.double()]))
             numbers = totals[: len(numbers)].tolist()
-            touched = self._hosts.touched(touched, totals[len(numbers) :] > 0)
+            touched = self._hosts.touched(touched, totals[len(numbers) :])
             if numbers[4] != options * self._hosts.count:
                 raise _different_options(f"host {self._hosts.number}", "another host")
         loss, samples, count, stop, _, total, sums, means, logs, lets_in = numbers
@@ -407,15 +422,22 @@ class MirroredEngine(LockstepEngine):
     def gradients(self) -> dict[str, torch.Tensor]:
         step, arena = self._step, self._shared.arena
         assert step is not None
-        return self._elsewhere.gradients() | {
-            slot.name: self._hosts.gradient(step, arena, slot)
-            for number, slot in enumerate(self._shared.layout.slots)
-            if slot.group is not None and step.touched[number]
-        }
+        slots = self._shared.layout.slots
+        far = {slots[number].name: value for number, value in self._hosts.gradients_elsewhere().items()}
+        return (
+            self._elsewhere.gradients()
+            | far
+            | {
+                slot.name: self._hosts.gradient(step, arena, slot)
+                for number, slot in enumerate(slots)
+                if slot.group is not None and step.touched[number]
+            }
+        )
 
     def optimizer_state(self) -> StateByName:
         slots = self._shared.layout.slots
-        own = {slots[number].name: state for number, state in self._optimizer.give_state().items()}
+        given = self._optimizer.give_state() | self._states_elsewhere
+        own = {slots[number].name: state for number, state in given.items()}
         return self._elsewhere.read()[1] | own
 
     def model_state(self) -> dict[str, torch.Tensor]:

@@ -65,7 +65,7 @@ class Gossip(LocalSteps):
 
     def _meet_partner(self, other: int | None) -> None:
         if other is not None:
-            with self._not_tried_again():
+            with self._not_tried_again("taking the mean with the other hosts"):
                 self._for_all_chunks(lambda chunk: self._halve(self._values(chunk), other, chunk))
                 for buffer in self._averaged:
                     self._halve(buffer, other, _OF_BUFFERS)
@@ -86,7 +86,7 @@ class Gossip(LocalSteps):
         if not self._apart:
             return False
         self._apart = False
-        with self._not_tried_again():
+        with self._not_tried_again("taking the mean with the other hosts"):
             self._for_all_chunks(self._settle)
             self._average_buffers()
         self._together.meet(Kind.UPDATE, Phase.AWAITING_HOSTS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from typing import TypeVar
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
@@ -18,6 +19,7 @@ from paceline.exchange.links import LOOK_EVERY, Links, Store, open_store
 from paceline.exchange.together import Together
 from paceline.exchange.words import HostWord
 
+T = TypeVar("T")
 MakeLinks = Callable[[Store, str, int, int], Links]  # the store, a name, this host's number among how many
 
 
@@ -36,26 +38,33 @@ class LinkMaker:
         lane = members.ranks.index(members.replica)
         if lane >= view.lanes or len(view.hosts) == 1:
             return None
-        board, timeout_s = self._together.board, self._together.timeout_s
-        rendezvous = board.read_text(HostWord.STORE)
-        made: Future[Links] = Future()
+        place, count = view.hosts.index(self.host), len(view.hosts)
+        return made_in(members, self._together, lambda store: self._make(store, f"{self._name}-{lane}", place, count))
 
-        def make() -> None:
-            try:
-                store = open_store(rendezvous, serve=False, timeout_s=timeout_s)
-                store = PrefixStore(f"view-{view.number}", store)
-                made.set_result(self._make(store, f"{self._name}-{lane}", view.hosts.index(self.host), len(view.hosts)))
-            except Exception as error:
-                made.set_exception(error)
 
-        # In a thread, since it takes until all others have come, and one of them may die before.
-        threading.Thread(target=make, name="paceline-links", daemon=True).start()
-        while not wait([made], LOOK_EVERY.total_seconds()).done:
-            board.check_view(members)
+def made_in(members: Members, together: Together, make: Callable[[Store], T]) -> T:
+    """Returns what `make` makes together with processes of other hosts, through the store of a view. `MemberLost`: the
+    view is over."""
+    view, board, timeout_s = members.view, together.board, together.timeout_s
+    assert view is not None
+    rendezvous = board.read_text(HostWord.STORE)
+    made: Future[T] = Future()
+
+    def work() -> None:
         try:
-            return made.result()
-        except ReplicaDied:  # whoever serves the store may have died, and that is not known yet
-            raise MemberLost from None
+            store = open_store(rendezvous, serve=False, timeout_s=timeout_s)
+            made.set_result(make(PrefixStore(f"view-{view.number}", store)))
+        except Exception as error:
+            made.set_exception(error)
+
+    # In a thread, since it takes until all others have come, and one of them may die before.
+    threading.Thread(target=work, name="paceline-links", daemon=True).start()
+    while not wait([made], LOOK_EVERY.total_seconds()).done:
+        board.check_view(members)
+    try:
+        return made.result()
+    except ReplicaDied:  # whoever serves the store may have died, and that is not known yet
+        raise MemberLost from None
 
 
 class GivenLinks(LinkMaker):

@@ -18,13 +18,11 @@ which the run stops, all hosts have the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 
-from paceline.exchange.board import Board, MemberLost, Members
-from paceline.exchange.links import LinkLost
+from paceline.exchange.board import Board, Members
 from paceline.exchange.sums import SharedSums
 from paceline.exchange.together import Together
 from paceline.exchange.words import Kind, Phase
@@ -78,7 +76,7 @@ class LocalSteps(BetweenHosts):
             return weights_by_rank(board, ranks, devices, here.counted) if here.counted else None
         return dict.fromkeys(ranks, everywhere.samples / here.samples) if here.samples else None
 
-    def touched(self, here: torch.Tensor, everywhere: torch.Tensor) -> torch.Tensor:
+    def touched(self, here: torch.Tensor, hosts: torch.Tensor) -> torch.Tensor:
         return here
 
     def gradient(self, step: DecidedStep, arena: ModelArena, slot: Slot) -> torch.Tensor:
@@ -112,27 +110,12 @@ class LocalSteps(BetweenHosts):
         if not self._made:
             return False
         self._made = 0
-        with self._not_tried_again():
+        with self._not_tried_again("taking the mean with the other hosts"):
             self._for_all_chunks(self._settle)
             self._average_buffers()
         self._memory.commit()
         self._together.meet(Kind.UPDATE, Phase.AWAITING_HOSTS)  # nobody computes with parts of it
         return True
-
-    @contextmanager
-    def _not_tried_again(self) -> Iterator[None]:
-        """Around an exchange after which parameters are others: if a link breaks in it the run ends, with a sentence.
-        Raises `LinkLost`."""
-        self._tries_again = False
-        try:
-            yield
-        except MemberLost:  # another host has given up the view: it says why
-            raise LinkLost(
-                f"host {self.number} was taking the mean with the other hosts when one of them lost a link: see their "
-                "output"
-            ) from None
-        finally:
-            self._tries_again = True
 
     def _average_buffers(self) -> None:
         assert self._links is not None

@@ -7,6 +7,7 @@ running statistics and others) are kept the same everywhere.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,12 +19,13 @@ from paceline.exchange.together import Together
 from paceline.exchange.words import HostWord, Kind, Phase
 from paceline.loop.lockstep import BatchShare
 from paceline.loss_value import LossPart, Weight
+from paceline.mirrored.old_values import OldValues
 from paceline.mirrored.one_host import OneHost
 from paceline.mirrored.shared_model import SharedModel
 from paceline.mirrored.statistics import BatchStatistics
 from paceline.mirrored.step_parts import DecidedStep, StepPart
 from paceline.optim.gradients import Destination, GradientCollector, IntoBuffer
-from paceline.optim.models import own_state
+from paceline.optim.models import lent, own_state
 from paceline.split.called_cut import EarlyCalls
 from paceline.split.cut import Check, Cut, Function, Loss, train
 from paceline.split.parts import Parts
@@ -68,6 +70,14 @@ class WholeModel(StepPart):
 
     def meet_devices(self) -> None:
         """Returns when all devices of this replica are about to compute together what is no step and no evaluation."""
+
+    def old_values_allowed(self) -> AbstractContextManager[None]:
+        """Inside, the model may be used though other hosts have newer values of some parameters."""
+        return nullcontext()
+
+    def settled(self) -> None:
+        """Other hosts have changed what lies in the arena."""
+        self.closed()
 
     def train(self, loss: Loss, batch: Any, weight: Weight, check: Check) -> LossPart:
         """Runs forward and backward of one pass."""
@@ -141,6 +151,7 @@ class CutModel(WholeModel):
         self.devices, self.speaks = cut.peers.count, cut.speaks
         self._parts = Parts(cut, shared, together.replica, model)
         self._early = EarlyCalls(cut, model)
+        self._old_values = OldValues(model, hosts)
         self._prepared = False
         super().__init__(model, shared, together, hosts)
 
@@ -158,17 +169,31 @@ class CutModel(WholeModel):
         self.collector.close()
         self.collector = GradientCollector(*self._parts.take(), fresh=True)
         self._parts.publish_buffers()
+        names = [name for name, _ in own_state(self._model).named_buffers()]
+        places = [place for place, _ in self._shared.buffer_places()]
+        self._hosts.divided(self._cut.devices_using, list(zip(names, places, strict=True)))
         self._together.meet(Kind.BUILD, Phase.AWAITING_DEVICES)
 
     def train(self, loss: Loss, batch: Any, weight: Weight, check: Check) -> LossPart:
-        return self._cut.train(loss, self._model, batch, weight, check)
+        with self._old_values.allowed():  # to hold a graph against the loss, both with the same
+            return self._cut.train(loss, self._model, batch, weight, check)
 
     def compute(self, function: Function, given: Any) -> Any:
+        if not self._hosts.has_all:  # other hosts need not come, and no batch is computed sooner by several stages
+            with lent(self._model, self._hosts.newest()), self._old_values.allowed():
+                return function(self._model, given)
         return self._cut.call(function, self._model, given) if self._prepared else self._early.call(function, given)
 
     def meet_devices(self) -> None:
-        first = self._row - self._cut.peers.rank
-        self._together.ask(range(first, first + self.devices))
+        if self._hosts.has_all:
+            first = self._cut.peers.first_row
+            self._together.ask(range(first, first + self.devices))
+
+    def old_values_allowed(self) -> AbstractContextManager[None]:
+        return self._old_values.allowed()
+
+    def settled(self) -> None:
+        self.take_buffers()
 
     def mark(self, used: list[bool]) -> None:
         self._parts.mark(used, self._shared.arena.touched[self._row])
@@ -181,7 +206,7 @@ class CutModel(WholeModel):
 
     def agree(self, step: DecidedStep) -> None:
         self.take_buffers()  # the model of every device is whole
-        if self._hosts.count > 1 and self._together.board.host_get(HostWord.BUFFERS_OF) == step.members.op:
+        if self._hosts.sums_gradients and self._together.board.host_get(HostWord.BUFFERS_OF) == step.members.op:
             self._parts.take_buffers(self._hosts.sum, first=self._hosts.leads)
 
     def publish_buffers(self) -> None:
@@ -206,5 +231,6 @@ class CutModel(WholeModel):
         self._together.meet(Kind.SAVE, Phase.AWAITING_SAVE)
 
     def close(self) -> None:
+        self._old_values.close()
         self._cut.peers.close()
         super().close()

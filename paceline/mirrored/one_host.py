@@ -5,8 +5,9 @@ With several it is `BetweenHosts`, or one of those that step by themselves (`Loc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,6 +19,8 @@ from paceline.memory.layout import FlatLayout, Slot
 from paceline.memory.model_arena import ForHosts, ModelArena
 from paceline.mirrored.owner import Owner
 from paceline.mirrored.step_parts import DecidedStep, StepPart
+
+OptimizerStates = dict[int, dict[str, Any]]  # by slot
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class OneHost(StepPart):
     landed: Callable[[int], None] | None = None  # to be told of every gradient that is complete
 
     whole_tensors = False  # no tensor may be cut
+    has_all = True  # parameters are all updated on this host
+    apart = False  # since then: other hosts have newer values of some, until they `settle`
 
     def keeps(self, layout: FlatLayout) -> ForHosts:
         """Returns what hosts keep beside a model that lies so."""
@@ -64,6 +69,21 @@ class OneHost(StepPart):
         """Returns what hosts keep for a checkpoint; all processes call this, and the `first` of host 0 gets it."""
         return {}
 
+    def states(self, own: Callable[[], OptimizerStates]) -> OptimizerStates:
+        """Returns the optimizer state that lies on other hosts only, to whoever saves; all processes call this."""
+        return {}
+
+    def newest(self) -> dict[str, torch.Tensor]:
+        """Returns what other hosts have newer values of, by name, to one process alone."""
+        return {}
+
+    def gradients_elsewhere(self) -> dict[int, torch.Tensor]:
+        """Returns by slot the gradients that lie on other hosts only, after `meet`, to whoever records them."""
+        return {}
+
+    def divided(self, users: Callable[[str], Set[int]], buffers: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """The model is cut: which devices of a replica compute with a tensor, and where buffers lie in the arena."""
+
     def take(self, saved: dict[str, torch.Tensor]) -> None:
         """Goes on from what a checkpoint has; one process of each host calls this."""
 
@@ -80,9 +100,13 @@ class OneHost(StepPart):
         """Returns by rank what its gradient counts when this host's owners add up; None: all are added as they are."""
         return weights_by_rank(board, ranks, devices, here.counted) if here.counted else None
 
-    def touched(self, here: torch.Tensor, everywhere: torch.Tensor) -> torch.Tensor:
-        """Returns by slot whether it is updated, of those that have gradients here and on any host."""
-        return everywhere
+    def touched(self, here: torch.Tensor, hosts: torch.Tensor) -> torch.Tensor:
+        """Returns by slot whether it is updated here, where gradients are for it `here`, and on so many `hosts`."""
+        return hosts > 0
+
+    def squared_norm_of_all(self, step: DecidedStep, own: float) -> float:
+        """Returns the squared length of the gradients that hosts update with, of which this one has its `own`."""
+        return own
 
     def settle(self) -> bool:
         """Returns when all hosts have the same parameters, as they do after every step: whether that changed them."""

@@ -15,10 +15,12 @@ from collections.abc import Callable
 import msgspec
 import torch
 from torch import nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
 from paceline.errors import LaunchError, ReplicaDied, StrategyError
-from paceline.exchange.board import Board
+from paceline.exchange.board import Board, MemberLost
+from paceline.exchange.far_mailboxes import UNLIMITED, FarMailboxes
 from paceline.exchange.host_views import HostViews
 from paceline.exchange.links import Links, Store, open_store, serve_store
 from paceline.exchange.mailboxes import Peers
@@ -31,14 +33,16 @@ from paceline.memory.heap import keep_memory
 from paceline.mirrored.between_hosts import BetweenHosts
 from paceline.mirrored.engine import MirroredEngine
 from paceline.mirrored.gossip import Gossip
-from paceline.mirrored.link_maker import GivenLinks, LinkMaker
+from paceline.mirrored.link_maker import GivenLinks, LinkMaker, made_in
 from paceline.mirrored.local_steps import LocalSteps
 from paceline.mirrored.one_host import OneHost
+from paceline.mirrored.spread_replica import SpreadReplica
 from paceline.mirrored.step_parts import StepPart
 from paceline.optim.host_copy import HOST, HostCopy, device_of
 from paceline.run_place import PLACE_VARIABLE, Place
 from paceline.split.cut import open_cut
 from paceline.strategy import Strategy
+from paceline.torch_private import gloo_group
 
 OpenTables = Callable[[nn.Module, Optimizer, Place, int, int], StepPart]  # number of the trainer, incarnation
 
@@ -53,9 +57,14 @@ def open_mirrored(training: Training, tables: OpenTables) -> MirroredEngine:
     host_joins = place.joins and not board.host_get(HostWord.VIEW)  # the same
     board.announce(row)
     board.host_set(HostWord.FIRST_REPLICA, place.host * place.rows)
-    cut = None
+    cut, hosts = None, None
     if (split := strategy.split) is not None:
-        cut = open_cut(split, Peers.meet(together, split.devices), place.dims)
+        far, asked = _far_devices(place, together) if place.is_spread else (None, None)
+        peers = Peers.meet(together, place.device, split.devices, far)
+        cut = open_cut(split, peers, place.dims)
+        if far is not None and asked is not None:
+            assert links is not None
+            hosts = SpreadReplica(together, links, peers, far, asked)
     elsewhere = None
     if place.servers is not None:
         number, incarnation = board.get(row, Word.ARENAS) + 1, board.get(row, Word.INCARNATION)
@@ -64,7 +73,7 @@ def open_mirrored(training: Training, tables: OpenTables) -> MirroredEngine:
         model,
         optimizer,
         together,
-        hosts=_hosts(together, links, strategy),
+        hosts=hosts or _hosts(together, links, strategy),
         replica=training.place.replica,
         clip_norm=training.clip_norm,
         batchnorm=strategy.batchnorm,
@@ -112,6 +121,25 @@ def _hosts(together: Together, links: LinkMaker | None, strategy: Strategy) -> O
     return BetweenHosts(together, links, strategy.wire, strategy.devices)
 
 
+def _far_devices(place: Place, together: Together) -> tuple[FarMailboxes, FarMailboxes]:
+    """Returns the mailboxes to those devices of this replica that are on other hosts: for what all do together, and for
+    what one asks the others."""
+    assert together.views is not None
+    members = together.views.members(together.coming().op)
+    name = f"devices/{together.board.get(place.row, Word.ARENAS)}"
+    far = [device for device in range(place.world) if device // place.rows != place.host]
+
+    def make(store: Store) -> tuple[FarMailboxes, FarMailboxes]:
+        group = gloo_group(PrefixStore(name, store), place.device, place.world, UNLIMITED, _gloo_address(place))
+        mailboxes = FarMailboxes(group, far)
+        return mailboxes, FarMailboxes(group, far, beside=mailboxes)
+
+    try:
+        return made_in(members, together, make)
+    except MemberLost:
+        raise ReplicaDied("another host was lost before all stages had met: see its output") from None
+
+
 def meet(model: nn.Module, place: Place) -> tuple[Place, Together, Links | None]:
     """Find the others: this replica's place among those who share its memory, what it does together with them, the
     links to the rest, which are of the hosts that the run has now."""
@@ -147,9 +175,7 @@ def find_others(model: nn.Module, place: Place, purpose: str = "owner") -> tuple
     board = Board(place.board) if not apart else Board(place.board, only_row=place.row)
 
     def make(store: Store, name: str, host: int, hosts: int) -> Links:
-        # By itself Gloo takes the interface that the host's name leads to, which may be another one.
-        known = views is not None and "GLOO_SOCKET_IFNAME" not in os.environ
-        return Links(store, name, host, hosts, timeout_s, device, place.address if known else None)
+        return Links(store, name, host, hosts, timeout_s, device, _gloo_address(place) if views is not None else None)
 
     if not apart:
         together, arenas = Together(board, place.row, timeout_s, views), board.get(place.row, Word.ARENAS)
@@ -166,6 +192,12 @@ def find_others(model: nn.Module, place: Place, purpose: str = "owner") -> tuple
     assert store is not None
     name = f"{purpose}/replicas/{board.get(0, Word.ARENAS)}"
     return alone, together, GivenLinks(make(store, name, place.rank, place.world))
+
+
+def _gloo_address(place: Place) -> str | None:
+    """Returns where Gloo should listen: by itself it takes the interface that the host's name leads to, which may be
+    another one. None: as the user says."""
+    return place.address if "GLOO_SOCKET_IFNAME" not in os.environ else None
 
 
 def _views(place: Place) -> HostViews | None:

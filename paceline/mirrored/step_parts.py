@@ -83,6 +83,7 @@ class OwnShard(StepPart):
     owner: Owner
     rows: Callable[[Members], dict[int, list[int]] | None]  # whose buffers have something, by slot; None: all may
     before_update: Callable[[Members], None]
+    squared_norm_of_all: Callable[[DecidedStep, float], float]  # hosts, of which this one has its own
 
     def begin(self, members: Members, number: int) -> None:
         self.owner.divide(members.ranks[: members.lanes])
@@ -91,7 +92,7 @@ class OwnShard(StepPart):
         self.owner.begin(step.touched, self.rows(step.members), step.weights)
 
     def squared_norm(self, step: DecidedStep) -> float:
-        return self.owner.norm(step.members) ** 2
+        return self.squared_norm_of_all(step, self.owner.norm(step.members) ** 2)
 
     def update(self, step: DecidedStep, scale: float) -> None:
         self.before_update(step.members)

@@ -107,16 +107,17 @@ def copied(
 
 @contextmanager
 def lent(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Inside, the parameters of these names have these values; afterwards their own again."""
-    own = [(parameter, parameter.data) for parameter in own_state(model).parameters()]
-    for name, parameter in own_state(model).named_parameters():
+    """Inside, the parameters and buffers of these names have these values; afterwards their own again."""
+    named = [*own_state(model).named_parameters(), *own_state(model).named_buffers()]
+    own = [(tensor, tensor.data) for _, tensor in named]
+    for name, tensor in named:
         if name in values:
-            parameter.data = values[name]
+            tensor.data = values[name]
     try:
         yield
     finally:
-        for parameter, data in own:
-            parameter.data = data
+        for tensor, data in own:
+            tensor.data = data
 
 
 def evaluating(model: nn.Module) -> AbstractContextManager[None]:

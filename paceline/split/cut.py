@@ -9,7 +9,7 @@ parts of a gradient buffer. So owners, clipping, checkpoints and `verify` need n
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -79,6 +79,10 @@ class Cut:
     def part_of(self, name: str) -> TensorPart:
         """Returns, after `prepare`, this device's part of a parameter or buffer, by its (first) name in the model."""
         raise NotImplementedError
+
+    def devices_using(self, name: str) -> Set[int]:
+        """Returns the devices that compute with a parameter or buffer, after `prepare`."""
+        return frozenset(range(self.peers.count))
 
     def take(self, tensors: dict[str, torch.Tensor]) -> None:
         """Takes this device's parts of parameters and buffers, by name, after `prepare`."""

@@ -215,7 +215,7 @@ class GraphCut(Cut):
 
     def _keep(self, kept: KeptGraph) -> None:
         """Keeps a graph that was held against what it was captured from."""
-        if self.peers.first:
+        if self.peers.first_here:
             kept.keep()
 
     def call(self, function: Function, model: nn.Module, given: Any) -> Any:

@@ -25,7 +25,7 @@ class Parts:
         self._shared = shared
         self._model = own_state(model)
         self._process = process
-        self._first = process - cut.peers.rank  # of this replica's processes
+        self._first = process - (cut.peers.rank - cut.peers.here.start)  # of this replica's processes
         self._of: list[TensorPart] = [WHOLE] * len(shared.layout.slots)
         self._of_buffers: list[TensorPart] = [WHOLE] * len(shared.buffers)
         self._buffers: list[torch.Tensor] = list(shared.buffers)

@@ -9,6 +9,7 @@ Outside of training every device gets all that is returned.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,7 @@ class TaskCut(GraphCut):
     """One device of a model that is cut into tasks."""
 
     device_of: dict[str, int]  # by parameter or buffer, the first device that uses it, after `decide`
+    _used_on: dict[str, set[int]]  # all of them
 
     def __init__(self, peers: Peers) -> None:
         super().__init__(peers)
@@ -63,11 +65,27 @@ class TaskCut(GraphCut):
 
     def note_devices(self, call: CallGraph, task_of: dict[fx.Node, int]) -> None:
         """Notes on which devices parameters and buffers are, by the graph that all is decided by."""
-        self.device_of = {
-            name: min(task_of[user] for user in node.users if user in task_of) % self.peers.count
-            for name, node in call.tensors.items()
-            if any(user in task_of for user in node.users)
-        }
+        tasks = {name: {task_of[user] for user in node.users if user in task_of} for name, node in call.tensors.items()}
+        self.device_of = {name: min(found) % self.peers.count for name, found in tasks.items() if found}
+        self._used_on = {name: {task % self.peers.count for task in found} for name, found in tasks.items() if found}
+
+    def devices_using(self, name: str) -> Set[int]:
+        return self._used_on.get(name, set())
+
+    def check_hosts(self, call: CallGraph, task_of: dict[fx.Node, int], changed: set[str], advice: str) -> None:
+        """Refuses a graph, of a replica on several hosts, that would compute with values that are newer on another
+        one."""
+        if not self.peers.is_spread:
+            return
+        for name, node in call.tensors.items():
+            devices = {task_of[user] % self.peers.count for user in node.users if user in task_of}
+            hosts = self.peers.hosts_of(devices)
+            if name in changed and len(hosts) > 1:
+                expected = f"training changes its buffer {name}, which stages of several hosts use, {advice}"
+                raise ModelError("model", type(self.model).__name__, expected)
+            if not set(hosts) <= set(self.peers.hosts_of(self._used_on.setdefault(name, devices))):
+                expected = f"called like this it would need {name} on another host than at first, {advice}"
+                raise ModelError("model", type(self.model).__name__, expected)
 
     def check_buffers(self, call: CallGraph, task_of: dict[fx.Node, int], changed: set[str], advice: str) -> None:
         """Refuses a graph that changes a buffer on another device than the first one did."""

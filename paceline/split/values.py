@@ -27,6 +27,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     layout: dict[str, str]
 
     captures: ClassVar[bool] = True  # a graph of the model, always
+    over_hosts: ClassVar[bool] = False  # devices of a replica may be on several: little crosses between them
 
     def __post_init__(self) -> None:
         for axis, size in self.mesh.items():
@@ -79,6 +80,7 @@ class Stages(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     parts_of_batch: ClassVar[None] = None
     captures: ClassVar[bool] = True
+    over_hosts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for field, value in (("stages", self.stages), ("micro-batches", self.micro_batches)):
@@ -114,6 +116,7 @@ class Tiles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     parts_of_batch: ClassVar[None] = None
     captures: ClassVar[bool] = False
+    over_hosts: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.columns < 1:
@@ -141,6 +144,7 @@ class Wavefront(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     parts_of_batch: ClassVar[None] = None
     captures: ClassVar[bool] = False  # but of cells in a loop
+    over_hosts: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.parts < 1:

@@ -129,6 +129,18 @@ SENTENCES = {
     "run train.py --emulate hosts=2,link=1gbit --replicas 3 --stages 2": (
         "replicas is 3: give a multiple of 2, as many to each of the 2 hosts"
     ),
+    "run train.py --emulate hosts=2,link=1gbit --replicas 1": (
+        "replicas is 1: give a multiple of 2, as many to each of the 2 hosts"
+    ),
+    "run train.py --emulate hosts=2,link=1gbit --replicas 1 --tiles 2": (
+        "replicas is 1: tiles 2x1 on several hosts would exchange too much, only --stages can be there, give a multiple of 2"
+    ),
+    "run train.py --emulate hosts=2,link=1gbit --replicas 1 --stages 3": (
+        "stages is 3: one replica on 2 hosts has as many stages on each, give a multiple of 2"
+    ),
+    "run train.py --emulate hosts=2,link=1gbit --replicas 1 --stages 2 --wire bf16": (
+        "wire is 'bf16': between stages activations go as they are, and gradients stay, give fp32"
+    ),
     "run train.py --emulate hosts=2,link=1gbit --mesh data=3,model=2 --layout batch=data,hidden=model": (
         "replicas is 3: give a multiple of 2, as many to each of the 2 hosts"
     ),

@@ -96,6 +96,17 @@ STRATEGIES = {
         models=("mlp", "masked_tokens"),
         in_every_test_run=False,
     ),
+    "2 stages on 2 hosts": Strategy(
+        "--stages 2 --micro-batches 3 --replicas 1 --emulate hosts=2,link=1gbit",
+        2,
+        models=("tied_transformer", "masked_tokens"),
+    ),
+    "4 stages on 2 hosts": Strategy(
+        "--stages 4 --micro-batches 2 --replicas 1 --emulate hosts=2,link=1gbit",
+        4,
+        models=("mlp", "tied_transformer", "masked_tokens", "whole_tensors"),
+        in_every_test_run=False,
+    ),
     "2 hosts of a replica of 2 tiles": Strategy(
         "--tiles 2 --replicas 2 --emulate hosts=2,link=1gbit",
         4,

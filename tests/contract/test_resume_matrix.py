@@ -25,6 +25,7 @@ STRATEGIES: dict[str, str | None] = {
     "in-graph": "--replicas 2 --servers 2 --in-graph",
     "layout": "--mesh model=2 --layout hidden=model",
     "stages": "--stages 2 --micro-batches 2",
+    "stages-on-hosts": "--stages 2 --micro-batches 2 --replicas 1 --emulate hosts=2,link=1gbit",
     "cut-on-servers": "--stages 2 --servers 1",
 }
 

@@ -122,7 +122,7 @@ class Devices:
         board.announce(place.row)
         self.model, self.replica = model, place.replica
         together = Together(board, place.row, place.strategy.timeout_s)
-        self._peers = Peers.meet(together, split.devices)
+        self._peers = Peers.meet(together, place.device, split.devices)
         self._peers.alike = False  # replicas with servers have only whole gradients in common
         self._everyone = self._peers.everyone
         self.cut = open_cut(split, self._peers, place.dims)

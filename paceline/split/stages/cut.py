@@ -25,6 +25,8 @@ from paceline.split.stages.micro_batches import length_of, micro_batches, part_o
 from paceline.split.task_cut import ComputeTasks, InFlight, TaskCut
 from paceline.split.tasks import DeviceTasks
 
+_ELSEWHERE = "cut it elsewhere with --cut-at"
+
 
 class StagesCut(TaskCut):
     """One stage of a pipeline, on the device that has it."""
@@ -67,6 +69,7 @@ class StagesCut(TaskCut):
         self._changed = {buffers[number] for number in changed}
         self._drawing = {str(call.nodes[number].target) for number in self._random}
         self.note_devices(call, _stages(call, self._places))
+        self.check_hosts(call, _stages(call, self._places), self._changed, _ELSEWHERE)
 
     def open(self, call: CallGraph) -> ComputeTasks:
         if [str(node.target) for node in call.nodes] == self._first:
@@ -74,7 +77,8 @@ class StagesCut(TaskCut):
         else:
             places = divide.follow(call, self.device_of, self._split.stages)
             random = [number for number, node in enumerate(call.nodes) if str(node.target) in self._drawing]
-            self.check_buffers(call, _stages(call, places), self._changed, "cut it elsewhere with --cut-at")
+            self.check_buffers(call, _stages(call, places), self._changed, _ELSEWHERE)
+            self.check_hosts(call, _stages(call, places), self._changed, _ELSEWHERE)
         between = {call.nodes[number]: partial(self._draw_for, number) for number in random}
         stage_of, statistics = _stages(call, places), statistics_of(self.model)
         tasks = DeviceTasks(call, stage_of, self.peers.count, self.peers, between, statistics)
