@@ -133,7 +133,7 @@ SENTENCES = {
         "replicas is 1: give a multiple of 2, as many to each of the 2 hosts"
     ),
     "run train.py --emulate hosts=2,link=1gbit --replicas 1 --tiles 2": (
-        "replicas is 1: tiles 2x1 on several hosts would exchange too much, only --stages can be there, give a multiple of 2"
+        "replicas is 1: tiles 2x1 on several hosts would exchange too much, only --stages can be there"
     ),
     "run train.py --emulate hosts=2,link=1gbit --replicas 1 --stages 3": (
         "stages is 3: one replica on 2 hosts has as many stages on each, give a multiple of 2"
