@@ -38,16 +38,16 @@ class MembersBetween:
     """All members, each in a process that is forked from this one."""
 
     def __init__(self, members: Sequence[Callable[..., Any]], names: Sequence[str], devices: Sequence[MemberDevice]):
-        self._members = [
-            _MemberProcess(number, ModelProcess(ForkHere(_factory(member, device)), name=name, cores=device.cores))
-            for number, (member, name, device) in enumerate(zip(members, names, devices, strict=True))
-        ]
+        self._members: list[_MemberProcess] = []
         try:
-            for member in self._members:
-                member.wait_until_ready()
+            for number, (member, name, device) in enumerate(zip(members, names, devices, strict=True)):
+                process = ModelProcess(ForkHere(_factory(member, device)), name=name, cores=device.cores)
+                self._members.append(_MemberProcess(number, process))
+            for started in self._members:
+                started.wait_until_ready()
         except BaseException:
-            for member in self._members:
-                member.process.close()
+            for started in self._members:
+                started.process.close()
             raise
         self._asked: queue.SimpleQueue[Question] = queue.SimpleQueue()
         self._ended = False

@@ -167,6 +167,8 @@ class MirroredEngine(LockstepEngine):
 
     def _settle(self) -> None:
         """Returns when all hosts have the same parameters, wherever they are computed with."""
+        if self._hosts.apart:
+            self._part.settling()
         if self._hosts.settle():
             self._part.settled()
 

@@ -75,6 +75,9 @@ class WholeModel(StepPart):
         """Inside, the model may be used though other hosts have newer values of some parameters."""
         return nullcontext()
 
+    def settling(self) -> None:
+        """Other hosts take over what lies in the arena."""
+
     def settled(self) -> None:
         """Other hosts have changed what lies in the arena."""
         self.closed()
@@ -191,6 +194,9 @@ class CutModel(WholeModel):
 
     def old_values_allowed(self) -> AbstractContextManager[None]:
         return self._old_values.allowed()
+
+    def settling(self) -> None:
+        self._parts.publish_buffers()  # a script may have written to them since the step
 
     def settled(self) -> None:
         self.take_buffers()

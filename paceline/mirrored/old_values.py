@@ -19,13 +19,11 @@ class OldValues:
         self._hosts, self._allowed = hosts, False
         self._hooks: list[Any] = []
         if not hosts.has_all:
-            self._hooks = [
-                model.register_forward_pre_hook(self._refuse),
-                model.register_state_dict_pre_hook(self._refuse),  # type: ignore[no-untyped-call]
-            ]
-
-    def _refuse(self, *_: Any) -> None:
-        self.check()
+            for module in model.modules():  # a method of the model's may use some of them
+                self._hooks.append(module.register_forward_pre_hook(_Refusal(self)))
+                self._hooks.append(
+                    module.register_state_dict_pre_hook(_Refusal(self))  # type: ignore[no-untyped-call]
+                )
 
     def check(self) -> None:
         """Raises if the model has old values."""
@@ -40,13 +38,34 @@ class OldValues:
     @contextmanager
     def allowed(self) -> Iterator[None]:
         """Lets it be used."""
-        self._allowed = True
+        before, self._allowed = self._allowed, True
         try:
             yield
         finally:
-            self._allowed = False
+            self._allowed = before
 
     def close(self) -> None:
         """Lets go of the model."""
         for hook in self._hooks:
             hook.remove()
+
+
+class _Refusal:
+    """What is called before a module is used. A copy of the model is nobody's."""
+
+    def __init__(self, watch: OldValues) -> None:
+        self._watch = watch
+
+    def __call__(self, *_: Any) -> None:
+        self._watch.check()
+
+    def __deepcopy__(self, _: dict[int, Any]) -> _Nothing:
+        return _Nothing()
+
+    def __reduce__(self) -> tuple[type[_Nothing], tuple[()]]:
+        return _Nothing, ()
+
+
+class _Nothing:
+    def __call__(self, *_: Any) -> None:
+        """Nobody watches."""

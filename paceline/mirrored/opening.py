@@ -39,6 +39,7 @@ from paceline.mirrored.one_host import OneHost
 from paceline.mirrored.spread_replica import SpreadReplica
 from paceline.mirrored.step_parts import StepPart
 from paceline.optim.host_copy import HOST, HostCopy, device_of
+from paceline.optim.models import own_state
 from paceline.run_place import PLACE_VARIABLE, Place
 from paceline.split.cut import open_cut
 from paceline.strategy import Strategy
@@ -50,6 +51,8 @@ OpenTables = Callable[[nn.Module, Optimizer, Place, int, int], StepPart]  # numb
 def open_mirrored(training: Training, tables: OpenTables) -> MirroredEngine:
     """Returns the engine of this process. `tables` opens those that are on servers, if any are."""
     model, optimizer = training.model, training.optimizer
+    if training.place.is_spread:
+        own_state(model).state_dict()  # an earlier trainer's may refuse it, since it has old values here
     copy = _copy_of(model, optimizer, training.place.strategy)
     place, together, links = find_others(model if copy is None else copy.model, training.place)
     strategy, row, board = place.strategy, place.row, together.board

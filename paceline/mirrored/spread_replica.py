@@ -20,7 +20,9 @@ from collections.abc import Callable, Sequence, Set
 
 import torch
 
-from paceline.exchange.board import Board, Members
+from paceline.deadlines import call_limit
+from paceline.errors import ReplicaDied
+from paceline.exchange.board import Board, MemberLost, Members
 from paceline.exchange.far_mailboxes import FarMailboxes
 from paceline.exchange.mailboxes import Peers
 from paceline.exchange.packing import pack, receive, send
@@ -50,11 +52,12 @@ class SpreadReplica(BetweenHosts):
         super().__init__(together, links, "fp32", peers.count)
         self.landed = None  # nothing is sent while backward runs
         self._peers = peers
-        far.look = self._look
+        far.look = self._look_at_hosts
         self._newest = NewestValues(asked, lambda: together.board.host_get(HostWord.CLOSED), self._values_of_this_host)
         self._gradients: dict[int, torch.Tensor] = {}  # by slot: of this step, that only other hosts have
         self._users: Callable[[str], Set[int]] = lambda _: set()  # by name: the devices that compute with a tensor
         self._common: list[int] = []  # slots of this step that several hosts have gradients for
+        self._summed: list[int] = []  # those of which the sum was left in this process's buffer
         self._buffers: list[tuple[str, torch.Tensor]] = []
 
     def keeps(self, layout: FlatLayout) -> ForHosts:
@@ -75,8 +78,17 @@ class SpreadReplica(BetweenHosts):
 
     # ── a step ───────────────────────────────────────────────────────────────────────────────────────────
 
+    def _look_at_hosts(self) -> None:
+        try:
+            self._look()
+        except MemberLost:
+            raise ReplicaDied("another host is gone, and a cut model needs all its devices: see the output") from None
+
     def begin(self, members: Members, number: int) -> None:
         self.enter(members)
+        for slot in self._summed:  # by itself this process need not have a gradient for it in the next step
+            self._arena.gradient(members.replica, self._arena.layout.slots[slot]).zero_()
+        self._summed = []
 
     def computed(self, members: Members, number: int) -> None:
         """Gradients stay here."""
@@ -114,6 +126,7 @@ class SpreadReplica(BetweenHosts):
             if step.touched[number]:
                 mine.copy_(total)
                 arena.touched[members.first, number] = 1
+                self._summed.append(number)
 
     def _sum_of_firsts(self, values: torch.Tensor) -> torch.Tensor:
         """Returns the sum over all hosts of what their first members give; these alone call it."""
@@ -129,6 +142,7 @@ class SpreadReplica(BetweenHosts):
                 first = step.members.first
                 weight = 1.0 if step.weights is None else step.weights[first]
                 gradient = self._arena.gradient(first, slot) * weight
+                gradient = torch.view_as_real(gradient) if gradient.is_complex() else gradient
                 twice += float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2
         with self._not_tried_again("adding up the length of the gradient"):
             return float(self.sum(torch.tensor(own - twice, dtype=torch.float64)))
@@ -182,10 +196,10 @@ class SpreadReplica(BetweenHosts):
         self._together.board.work_on(members, Kind.SETTLE, Phase.AWAITING_HOSTS)
         self.enter(members)
         self.begin_call(Kind.SETTLE)  # else what follows could meet activations of a step
+        self._together.arrive(members, Phase.AWAITING_HOSTS)  # all have left their buffers
         if members.first == members.replica:
             with self._not_tried_again("giving the others its parameters"):
                 self._exchange_tensors()
-        self._together.arrive(members, Phase.AWAITING_HOSTS)
         self.decide(members)
 
     def _exchange_tensors(self) -> None:
@@ -209,7 +223,9 @@ class SpreadReplica(BetweenHosts):
         if not self.apart:
             return {}
         step = self._together.board.host_get(HostWord.CLOSED)
-        given = self._newest.ask(self._firsts(), step, self._together.timeout_s)
+        limit = call_limit()
+        longest_s = self._together.timeout_s if limit is None else min(limit.limit_s, self._together.timeout_s)
+        given = self._newest.ask(self._firsts(), step, longest_s)
         by_device = {device: self._values_of(self._peers.hosts_of([device])[0]) for device in given}
         return {
             name: value

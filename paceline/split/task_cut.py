@@ -60,7 +60,9 @@ class TaskCut(GraphCut):
 
     def part_of(self, name: str) -> TensorPart:
         if name in dict(self.model.named_buffers()):
-            return WHOLE if self.device_of.get(name, 0) == self.peers.rank else SAME
+            here = self.peers.here  # of each host one device tells, of those that use it if there are some
+            teller = min(self._used_on.get(name, set()) & set(here), default=here.start)
+            return WHOLE if teller == self.peers.rank else SAME
         return WHOLE  # no two devices find the same: what this one finds is a summand, and mostly nothing
 
     def note_devices(self, call: CallGraph, task_of: dict[fx.Node, int]) -> None:

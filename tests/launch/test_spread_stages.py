@@ -35,8 +35,11 @@ class Model(nn.Module):
         self.unembed = nn.Linear(6, 12, bias=False)
         self.unembed.weight = self.embed.weight  # on the first host and on the last
 
+    def features(self, x):
+        return self.layers(self.embed(x))
+
     def forward(self, x):
-        return self.unembed(self.layers(self.embed(x)))
+        return self.unembed(self.features(x))
 
 def loss(model, batch):
     found = F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
@@ -61,6 +64,8 @@ for batch in trainer.batches(data, batch_size=12, epochs=3, seed=3):
             model(x[:2])
         if what == "state":
             model.state_dict()
+        if what == "method":
+            model.features(x[:2])
         if what == "silence":
             subprocess.run(["ip", "link", "set", "dev", "eth0", "down"], check=True)
     trainer.step(batch)
@@ -77,6 +82,75 @@ told.append(float(trainer.predict(x[:5]).sum()))
 told.append(float(trainer.predictor()(x[:5]).sum()))
 trainer.save("end.safetensors")
 print(json.dumps({"told": told}))
+"""
+ODD = """
+import copy, json
+import torch
+from torch import nn
+from torch.nn import functional as F
+import paceline as pl
+from paceline.run_place import find_place
+
+torch.manual_seed(0)
+torch.set_default_dtype(torch.float64)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.into = nn.Embedding(12, 6), nn.Linear(6, 6)
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh())
+        self.unembed, self.other = nn.Linear(6, 12, bias=False), nn.Linear(6, 12)
+        self.unembed.weight = self.embed.weight
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 6))  # of stages on both hosts
+        self.register_buffer("louder", torch.full((6,), 2.0))  # not used in training
+
+    def forward(self, x, short):
+        x = F.one_hot(x, 12)[:, :6].to(torch.float64) if short else self.embed(x)
+        x = self.layers(self.into(x) * self.scale) * self.scale
+        if not self.training:
+            x = x * self.louder
+        return self.other(x) if short else self.unembed(x)
+
+def loss(model, batch):
+    short = len(batch[0]) == 7  # then there is no use for the tied weight
+    return F.cross_entropy(model(batch[0], short), batch[1])
+
+model = Model()
+x = torch.arange(19) % 12
+data = (x, (x * 5 + 1) % 12)
+trainer = pl.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.5), loss, clip_norm=0.05)
+copied = copy.deepcopy(model)
+told = []
+for batch in trainer.batches(data, batch_size=12, epochs=3, seed=1):
+    told.append(trainer.step(batch))
+    told.append(float(trainer.predict(x[:5], False).sum()))  # all ask at once
+    model.scale.mul_(1.01)  # what a script does to a buffer in all processes
+told.append(trainer.evaluate(data, loss))
+told.append(float(copied(x[:3], False).sum()))
+print(json.dumps({"told": told}))
+"""
+OTHER_TENSORS = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+import paceline as pl
+
+torch.manual_seed(0)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        first, second = (self.b, self.a) if len(x) == 7 else (self.a, self.b)
+        return second(torch.tanh(first(x)))
+
+model, x = Model(), torch.randn(19, 6)
+trainer = pl.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.5),
+                     lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))
+for batch in trainer.batches((x, torch.arange(19) % 6), batch_size=12, epochs=1):
+    trainer.step(batch)
 """
 ON_TWO_HOSTS = "--stages 2 --micro-batches 1 --replicas 1 --emulate hosts=2,link=1gbit --quiet"
 
@@ -100,11 +174,26 @@ def test_what_the_model_answers_after_each_evaluation_is_what_one_process_has(st
     spread.assert_nothing_left()
 
 
-@pytest.mark.parametrize("what", ["call", "state"])
+@pytest.mark.parametrize("what", ["call", "state", "method"])
 def test_old_values_are_not_used_in_silence(what: str, start: Start) -> None:
     run = start(SCRIPT, ON_TWO_HOSTS, f"0 {what}").end(END_S)
     assert run.code == 1
     assert "model is 'used between two steps': stages are on 2 hosts, and this one has old values" in run.err
+    assert "Traceback" not in run.err
+
+
+def test_what_is_used_in_some_steps_or_some_calls_only_is_right(start: Start) -> None:
+    """Four stages, so that the first device of the second host is not the one that has the tied weight."""
+    alone = start(ODD, None).fine()
+    spread = start(ODD, ON_TWO_HOSTS.replace("--stages 2", "--stages 4")).fine(END_S)
+    for rank in range(4):
+        assert spread.told("told", rank) == pytest.approx(alone.told("told"), rel=1e-9)
+
+
+def test_a_graph_that_needs_a_weight_on_another_host_is_refused(start: Start) -> None:
+    run = start(OTHER_TENSORS, ON_TWO_HOSTS).end(END_S)
+    assert run.code == 1
+    assert "model is 'Model': called like this it would need a.weight on another host than at first" in run.err
     assert "Traceback" not in run.err
 
 

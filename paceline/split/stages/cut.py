@@ -36,7 +36,8 @@ class StagesCut(TaskCut):
     def __init__(self, split: values.Stages, peers: Peers) -> None:
         super().__init__(peers)
         self._split = split
-        self._first: list[str] = []  # the operators of the graph that was measured
+        self._first_call: CallGraph | None = None  # that was measured
+        self._first: list[str] = []  # its operators
         self._places: list[int] = []
         self._random: list[int] = []
         self._drawing: set[str] = set()  # operators that draw random numbers
@@ -52,7 +53,7 @@ class StagesCut(TaskCut):
         return part_of(given, length, 0, size) if 0 < size < length else given
 
     def decide(self, kept: KeptGraph, values: list[torch.Tensor]) -> None:
-        call = kept.graph
+        call = self._first_call = kept.graph
         self._first = [str(node.target) for node in call.nodes]
         names = self._split.cut_at
         named = divide.at_modules(self.model, call, names)  # on every device: what is wrong is said at once
@@ -77,6 +78,7 @@ class StagesCut(TaskCut):
         else:
             places = divide.follow(call, self.device_of, self._split.stages)
             random = [number for number, node in enumerate(call.nodes) if str(node.target) in self._drawing]
+        if call is not self._first_call:  # the same operators may be of other tensors
             self.check_buffers(call, _stages(call, places), self._changed, _ELSEWHERE)
             self.check_hosts(call, _stages(call, places), self._changed, _ELSEWHERE)
         between = {call.nodes[number]: partial(self._draw_for, number) for number in random}
