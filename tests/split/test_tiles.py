@@ -193,7 +193,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         "rows": rows,
         "columns": columns,
         "seed": draw(st.integers(0, 9)),
-        "shape": [draw(st.integers(1, 2)), draw(st.integers(1, 4)), *draw(pairs(4, 17))],
+        "shape": [draw(st.integers(1, 4)), draw(st.integers(1, 4)), *draw(pairs(4, 17))],
         "layers": [draw(first), *draw(st.lists(simple | branches, max_size=5))],
         "head": draw(st.sampled_from(["dense", "flatten", "pool", "grid"])),
         "input_wanted": draw(st.booleans()),
@@ -360,6 +360,19 @@ def test_the_head_is_the_first_devices_alone_and_statistics_before_it_are_of_all
         assert answer["first alone"] == (["5.bias", "5.weight"] if rank else [])
         assert answer["over devices"] == ["1"]
         assert answer["warned"] == []
+
+
+def test_images_of_few_rows_are_dealt_out_by_sample_and_meet_those_by_row(measure: Measure) -> None:
+    """14 rows are even, 7 are not; what comes up again is put beside what was never dealt out, either way round."""
+    by_sample, by_row = ["Function", {"name": "by sample"}], ["Function", {"name": "by row"}]
+    down = ["Conv2d", {"out": 3, "kernel_size": 3, "stride": 2, "padding": 1}]
+    up = ["Upsample", {"scale_factor": 2, "mode": "bilinear"}]
+    inside = [down, by_sample, ["BatchNorm2d", {}], ["MaxPool2d", {"kernel_size": 3, "stride": 1, "padding": 1}], up]
+    layers = [CONV, by_row, ["Residual", {"layers": inside, "joined": "cat"}], CONV, down, by_sample, CONV, by_sample]
+    for answer in measure(case_of(layers, shape=[4, 2, 14, 6], input_wanted=True)):
+        assert answer["distances"]
+    for answer in measure(case_of([CONV, down, by_row], shape=[1, 2, 14, 6])):  # one sample: there is nothing to deal
+        assert answer["distances"]
 
 
 def test_gathering_a_large_image_in_the_middle_is_told_once(measure: Measure) -> None:

@@ -47,7 +47,7 @@ class Pieces:
         return torch.cat([own if piece is None else piece for piece in self.others], self.dim)
 
 
-def _as_laid_out(x: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
+def as_laid_out(x: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
     """Returns `piece` in the memory format of x: one that differs would make the whole lose it."""
     if x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last):
         return piece.contiguous(memory_format=torch.channels_last)
@@ -70,7 +70,7 @@ class _Borrowed(torch.autograd.Function):
             if count:
                 shape = list(x.shape)
                 shape[dim] = count
-                pieces.others.append(_as_laid_out(x, x.new_full(shape, value)))
+                pieces.others.append(as_laid_out(x, x.new_full(shape, value)))
 
         padding(needed.before[me])
         for index, rank in enumerate(group.ranks):
@@ -79,7 +79,7 @@ class _Borrowed(torch.autograd.Function):
                 pieces.own = rows[0] - have[0], rows[1] - rows[0]
                 pieces.others.append(None)
             elif rows is not None:
-                pieces.others.append(_as_laid_out(x, peers.receive(rank)))
+                pieces.others.append(as_laid_out(x, peers.receive(rank)))
         padding(needed.after[me])
         return pieces.join(x)
 
@@ -112,7 +112,7 @@ class _TilesGathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: DeviceGroup, dim: int, length: int) -> torch.Tensor:
         ctx.group, ctx.dim, ctx.length = group, dim, length
-        return torch.cat([_as_laid_out(x, part) for part in group.exchange(x)], dim)
+        return torch.cat([as_laid_out(x, part) for part in group.exchange(x)], dim)
 
     @staticmethod
     @once_differentiable

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paceline.split.tiles.samples import moved
 from paceline.split.tiles.tile import Func, Tile, find
 from paceline.torch_private import tree_map
 
@@ -72,8 +73,11 @@ def pointwise(tiled: TiledForward, func: Func, *args: Any, **kwargs: Any) -> Any
 def own_part(tile: Tile, value: torch.Tensor) -> torch.Tensor | None:
     """Returns what meets `tile` of another tensor when they are broadcast together; None if they do not fit so."""
     if isinstance(value, Tile):
-        fits = value.dim() == tile.dim() and value.dims == tile.dims and value.lengths == tile.lengths
-        return value.local if fits else None
+        if value.dim() != tile.dim() or any(value.size(d) != n for d, n in zip(tile.dims, tile.lengths, strict=True)):
+            return None
+        if value.dims != tile.dims and len(tile.dims) == 1:
+            value = moved(value, *tile.dims)
+        return value.local if value.dims == tile.dims else None
     missing = tile.dim() - value.dim()
     if missing < 0:
         return None

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from paceline.split.tiles import edge_convolution
 from paceline.split.tiles.halo_exchange import Widened
 from paceline.split.tiles.needed_rows import NeededRows, Range, each, output_rows, paddings, ranges, sliding, spreading
+from paceline.split.tiles.samples import dealt_out
 from paceline.split.tiles.tile import Func, Tile
 
 if TYPE_CHECKING:
@@ -122,6 +123,8 @@ def convolve(
     pads = paddings(padding, kernels, dilations)
     lengths = input.shape[-spatial:]
     outputs = [output_rows(*one) for one in zip(lengths, kernels, strides, pads, dilations, strict=True)]
+    if (dealt := dealt_out(tiled, input, outputs)) is not None:
+        return dealt.like(func(dealt.local, weight, bias, stride, padding, dilation, groups))
     cut = Neighbourhood(tiled, func, input, spatial, outputs)
     if not cut.possible:
         return cut.on_whole(func, weight, bias, stride, padding, dilation, groups)
@@ -236,6 +239,8 @@ def max_pool(
         output_rows(n, k, s, (p, p), d, ceil_mode)
         for n, k, s, p, d in zip(lengths, kernels, strides, pads, dilations, strict=True)
     ]
+    if (dealt := dealt_out(tiled, input, outputs)) is not None:
+        return dealt.like(func(dealt.local, kernel_size, stride, padding, dilation, ceil_mode))
     cut = Neighbourhood(tiled, func, input, spatial, outputs)
     if not cut.possible:
         return cut.on_whole(func, kernel_size, stride, padding, dilation, ceil_mode)
@@ -263,9 +268,11 @@ def average_pool(
     outputs = [
         output_rows(n, k, s, (p, p), 1, ceil_mode) for n, k, s, p in zip(lengths, kernels, strides, pads, strict=True)
     ]
+    more = () if spatial == 1 else (divisor_override,)
+    if (dealt := dealt_out(tiled, input, outputs)) is not None:
+        return dealt.like(func(dealt.local, kernel_size, stride, padding, ceil_mode, count_include_pad, *more))
     cut = Neighbourhood(tiled, func, input, spatial, outputs)
     if not cut.possible:
-        more = () if spatial == 1 else (divisor_override,)
         return cut.on_whole(func, kernel_size, stride, padding, ceil_mode, count_include_pad, *more)
     needed = cut.needed(lambda i, n, m, parts: sliding(n, m, parts, kernels[i], strides[i], pads[i], 1))
     # Along the dims that are not cut: padding, and what the last window overhangs.
