@@ -1,9 +1,9 @@
 """Images of few rows are dealt out by sample: seven rows of eight images are four and three, or four images each.
 
 Deep in a network images are small. Rows no longer divide evenly, and every device waits for the one that has more of
-them, in every layer. From there on each device has some of the samples instead, whole. To get
-there everybody sends everybody else the rows of its samples, once, and backward the other way round. Tiles that are cut
-otherwise and meet again later (a U-Net's skips) are moved in the same way.
+them, in every layer. From there on each device has some of the samples instead, whole. To get there everybody sends
+everybody else the rows of its samples, once, and backward the other way round. Tiles that are cut otherwise and meet
+again later (a U-Net's skips) are moved in the same way.
 """
 
 from __future__ import annotations
