@@ -31,8 +31,8 @@ from paceline.serve.shared_values import NotSharable, SharedValues
 
 QUESTION = struct.Struct("=QQ")  # number, bytes of the request
 REPLY = struct.Struct("=BQQd")  # kind, number, bytes of the answer, seconds of computing
-# That the next question is looked for before the process sleeps, if the last came that soon. Longer than being woken may
-# take on a busy machine: else a client who had to wait for that once is late with its next question, and waits every time.
+# That the next question is looked for before the process sleeps, if the last came that soon. Longer than being woken
+# takes on a busy machine: else a client who had to wait for that once asks too late the next time, and waits again.
 AWAKE_S = 0.003
 _PR_SET_PDEATHSIG = 1
 
