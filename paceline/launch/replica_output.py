@@ -85,7 +85,8 @@ class ReplicaOutput:
         self.follow_chief()
         self._take_findings(replica)
         if replica.told_all:
-            self._selector.unregister(replica.findings)
+            with contextlib.suppress(KeyError):  # its end may have come in the same look, before this
+                self._selector.unregister(replica.findings)
         self._heard()
 
     def _take_findings(self, replica: ReplicaProcess) -> None:

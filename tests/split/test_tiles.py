@@ -246,6 +246,54 @@ def test_a_run_gives_the_losses_and_the_checkpoint_of_one_process(
     run.assert_nothing_left()
 
 
+RAGGED = """
+import json, sys
+import torch
+from torch import nn
+from torch.nn import functional as F
+import paceline as pl
+
+torch.manual_seed(0)
+torch.set_default_dtype(torch.float64)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.down = nn.Conv2d(4, 6, 3, stride=2, padding=1)
+        self.drop = nn.Dropout2d(float(sys.argv[3]), inplace=True)
+        self.pooled, self.choose = nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = F.relu(self.drop(self.down(self.norm(self.first(x)))))  # 7 rows
+        x = x.view(len(x), 2, 3, *x.shape[2:]).transpose(1, 2).reshape(x.shape)
+        return self.choose(self.pooled(x.mean((2, 3))))
+
+model, samples = Model(), int(sys.argv[1])
+data = torch.randn(samples, 2, 14, 6), torch.arange(samples) % 3
+trainer = pl.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1),
+                     lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))
+losses = [trainer.step(batch) for batch in trainer.batches(data, batch_size=int(sys.argv[2]), epochs=2)]
+buffers = [float(buffer.double().sum()) for buffer in model.buffers()]
+weights = [float(parameter.sum()) for parameter in model.parameters()]
+print(json.dumps({"losses": losses, "buffers": buffers, "weights": weights}))
+"""
+
+
+# Replicas draw masks of their own, so with several of them nothing is dropped.
+@pytest.mark.parametrize(
+    ("samples", "batch", "dropout", "flags"),
+    [(13, 8, 0.25, "--tiles 2"), (13, 5, 0.25, "--tiles 2"), (18, 9, 0.0, "--tiles 2 --replicas 2")],
+    ids=["by sample, then by row", "by row, then by sample", "one replica each"],
+)
+def test_batches_that_are_dealt_out_and_others_that_are_not_train_alike(
+    samples: int, batch: int, dropout: float, flags: str, start: Start
+) -> None:
+    alone, cut = (start(RAGGED, how, f"{samples} {batch} {dropout}").fine() for how in (None, flags))
+    for what in ("losses", "buffers", "weights"):
+        assert cut.told(what) == pytest.approx(alone.told(what), rel=1e-9), what
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_verify_finds_no_difference(tmp_path: Path) -> None:

@@ -10,8 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 
 from paceline.optim.batchnorm import ExactBatchNorm
+from paceline.split.tiles.samples import BY_SAMPLE
 from paceline.split.tiles.tile import Func, Tile
 from paceline.torch_private import AnyBatchNorm
 
@@ -64,9 +66,13 @@ def group_norm(
     eps: float = 1e-5,
 ) -> Any:
     """Normalizes groups of channels by statistics that all devices add up."""
-    if not isinstance(input, Tile) or min(input.dims) < 2:
+    if not isinstance(input, Tile):
         return NotImplemented
     local = input.local
+    if input.dims == BY_SAMPLE:
+        return input.like(F.group_norm(local, num_groups, weight, bias, eps))
+    if min(input.dims) < 2:
+        return NotImplemented
     groups = local.contiguous().view(1, len(local) * num_groups, -1)
     normalized = ExactBatchNorm.apply(  # type: ignore[no-untyped-call]
         groups, None, None, eps, tiled.grid.everyone.all_reduce

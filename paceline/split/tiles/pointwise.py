@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.split.tiles.samples import moved
+from paceline.split.tiles.samples import BY_SAMPLE, moved
 from paceline.split.tiles.tile import Func, Tile, find
 from paceline.torch_private import tree_map
 
@@ -52,6 +52,8 @@ def pointwise(tiled: TiledForward, func: Func, *args: Any, **kwargs: Any) -> Any
     assert tile is not None
     changes = in_place(func, kwargs)
     if changes and not isinstance(args[0], Tile):
+        return NotImplemented
+    if isinstance(out := kwargs.get("out"), Tile) and out.dims != tile.dims:
         return NotImplemented
     fits = True
 
@@ -141,10 +143,24 @@ def along(tiled: TiledForward, func: Func, input: Any, dim: Any = None, *args: A
 def over_channels(tiled: TiledForward, func: Func, input: Tile, *args: Any, **kwargs: Any) -> Any:
     """Does what is the same on every part: dropout of channels, normalization across channels, BatchNorm by running
     statistics."""
-    if 0 in input.dims or 1 in input.dims or find(args) is not None:
+    by_sample = input.dims == BY_SAMPLE and input.dim() > 2
+    if (0 in input.dims and not by_sample) or 1 in input.dims or find(args) is not None:
         return NotImplemented
+    if by_sample and func.__name__.startswith("dropout"):
+        return _dropped_channels(func, input, *args, **kwargs)
     local = func(input.local, *args, **kwargs)
     return input if in_place(func, kwargs) else input.like(local)
+
+
+def _dropped_channels(func: Func, input: Tile, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tile:
+    """Draws for the channels of all samples, as in one process, and takes what is of this device's."""
+    whole = func(input.local.new_ones([*input.shape[:2], *[1] * (input.dim() - 2)]), p, training, False)
+    mask = own_part(input, whole)
+    assert mask is not None
+    if inplace:
+        input.local.mul_(mask)
+        return input
+    return input.like(input.local * mask)
 
 
 def batch_norm(
@@ -208,14 +224,17 @@ def reshape(tiled: TiledForward, func: Func, input: Any, *shape: Any) -> Any:
     sizes = list(shape[0]) if shape and isinstance(shape[0], (tuple, list, torch.Size)) else list(shape)
     if not all(isinstance(size, int) for size in sizes):
         return NotImplemented
-    first = min(input.dims)
-    tail = list(input.shape[first:])
-    lead = len(sizes) - len(tail)
     if -1 in sizes:
         rest = math.prod(size for size in sizes if size != -1)
         sizes[sizes.index(-1)] = input.numel() // rest if rest else 0
+    by_sample = input.dims == BY_SAMPLE and input.dim() > 2 and sizes[:1] == [input.size(0)]
+    first = 2 + tiled.grid.axes[0].which if by_sample else min(input.dims)
+    tail = list(input.shape[first:])
+    lead = len(sizes) - len(tail)
     if lead < 0 or sizes[lead:] != tail:
         return NotImplemented
+    if by_sample:
+        return input.like(func(input.local, [len(input.local), *sizes[1:]]))
     local = func(input.local, [*sizes[:lead], *input.local.shape[first:]])
     return _moved(input, local, [dim - first + lead for dim in input.dims])
 

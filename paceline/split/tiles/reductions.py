@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from paceline.split.tiles.halo_exchange import summed
+from paceline.split.tiles.samples import BY_SAMPLE
 from paceline.split.tiles.tile import Func, Tile
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ def add_up(tiled: TiledForward, func: Func, input: Any, dim: Any = None, keepdim
     if not isinstance(input, Tile) or not input.is_floating_point() or kwargs.get("dtype") is not None:
         return NotImplemented
     dims = _dims(input, dim)
+    if _rows_go(input, dims):
+        return NotImplemented
     over = [cut for cut in input.dims if cut in dims]
     if not over:
         return _kept(input, func(input.local, dims, keepdim), dims, keepdim)
@@ -31,7 +34,7 @@ def highest(tiled: TiledForward, func: Func, input: Any, dim: Any = None, keepdi
     if not isinstance(input, Tile) or dim is None or kwargs:
         return NotImplemented
     dims = _dims(input, dim)
-    if any(cut in dims for cut in input.dims):
+    if any(cut in dims for cut in input.dims) or _rows_go(input, dims):
         return NotImplemented
     return _kept(input, func(input.local, dim, keepdim), dims, keepdim)
 
@@ -44,6 +47,11 @@ def pool_to_one(tiled: TiledForward, func: Func, input: Tile, output_size: Any) 
         return NotImplemented
     dims = tuple(range(2, input.dim()))
     return summed(input.local.sum(dims, keepdim=True), tiled.grid.everyone) / math.prod(input.shape[2:])
+
+
+def _rows_go(tile: Tile, dims: tuple[int, ...]) -> bool:
+    """Returns whether images that lie by sample lose their rows: then they become a whole, as images by row do."""
+    return tile.dims == BY_SAMPLE and 2 + tile.tiled.grid.axes[0].which in dims
 
 
 def _dims(tile: Tile, dim: Any) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from paceline.split.tiles.halo_exchange import Widened
 from paceline.split.tiles.needed_rows import needed_rows, ranges
+from paceline.split.tiles.samples import BY_SAMPLE
 from paceline.split.tiles.tile import Func, Tile
 
 if TYPE_CHECKING:
@@ -69,7 +70,10 @@ def interpolate(
     antialias: bool = False,
 ) -> Any:
     """Resizes images, to a size or by a factor."""
-    if not isinstance(input, Tile) or mode not in (*LINEAR, *NEAREST) or antialias or min(input.dims) < 2:
+    if not isinstance(input, Tile) or mode not in (*LINEAR, *NEAREST) or antialias:
+        return NotImplemented
+    by_sample = input.dims == BY_SAMPLE and input.dim() > 2
+    if min(input.dims) < 2 and not by_sample:
         return NotImplemented
     spatial = input.dim() - 2
     factors: list[float | None] = [None] * spatial
@@ -81,8 +85,11 @@ def interpolate(
         if not recompute_scale_factor:
             factors = given
     axes, lengths = tiled.grid.axes, input.lengths
-    if any(outputs[dim - 2] < axis.parts for axis, dim in zip(axes, input.dims, strict=True)):
+    cut_dims = [2 + axis.which for axis in axes] if by_sample else input.dims
+    if any(outputs[dim - 2] < axis.parts for axis, dim in zip(axes, cut_dims, strict=True)):
         return NotImplemented
+    if by_sample:
+        return input.like(func(input.local, size, scale_factor, mode, align_corners, recompute_scale_factor))
     precision = torch.float64 if input.dtype == torch.float64 and mode in LINEAR else torch.float32
     picked = [
         Picked(n, outputs[dim - 2], factors[dim - 2], mode, bool(align_corners), precision)
@@ -107,7 +114,11 @@ def interpolate(
 
 def pixel_shuffle(tiled: TiledForward, func: Func, input: Any, upscale_factor: int) -> Any:
     """Turns channels to pixels: a row becomes several, and where tiles meet one of the rows may be the neighbour's."""
-    if not isinstance(input, Tile) or min(input.dims) < 2:
+    if not isinstance(input, Tile):
+        return NotImplemented
+    if input.dims == BY_SAMPLE and input.dim() > 3:
+        return input.like(func(input.local, upscale_factor))
+    if min(input.dims) < 2:
         return NotImplemented
     factor, axes = upscale_factor, tiled.grid.axes
     outputs = tuple(n * factor for n in input.lengths)

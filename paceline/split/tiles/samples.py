@@ -4,12 +4,14 @@ Deep in a network images are small. Rows no longer divide evenly, and every devi
 them, in every layer. From there on each device has some of the samples instead, whole. To get there everybody sends
 everybody else the rows of its samples, once, and backward the other way round. Tiles that are cut otherwise and meet
 again later (a U-Net's skips) are moved in the same way.
+
+Which of the two it is depends on the size of the batch, and nothing else may: what is done on tiles by row is done on
+tiles by sample, and where an image by row becomes a whole (its mean, say), so does one by sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -17,10 +19,7 @@ from torch.autograd.function import once_differentiable
 from paceline.exchange.mailboxes import DeviceGroup
 from paceline.split.tiles.halo_exchange import as_laid_out
 from paceline.split.tiles.needed_rows import ranges
-from paceline.split.tiles.tile import Func, Tile, find
-
-if TYPE_CHECKING:
-    from paceline.split.tiles.tiled_forward import TiledForward
+from paceline.split.tiles.tile import Tile
 
 BY_SAMPLE = (0,)  # the dims of a tile that is cut so
 PAYS = 1.05  # by how much the largest share of the rows has to be above that of the samples
@@ -61,26 +60,12 @@ def moved(tile: Tile, dim: int) -> Tile:
     return Tile(local, (dim,), (length,), tile.tiled)
 
 
-def dealt_out(tiled: TiledForward, x: torch.Tensor, outputs: Sequence[int]) -> Tile | None:
-    """Returns images by sample, if what an op makes of them, of these lengths, is better cut so; None if not."""
-    axes = tiled.grid.axes
-    if not isinstance(x, Tile) or len(axes) > 1 or x.dim() != len(outputs) + 2 or x.dims != (2 + axes[0].which,):
-        return None
-    parts, samples = axes[0].parts, x.shape[0]
-    if samples < parts or _largest_share(samples, parts) * PAYS > _largest_share(outputs[axes[0].which], parts):
-        return None
-    return moved(x, 0)
+def few_rows(x: Tile, outputs: int) -> bool:
+    """Returns whether so many rows, which an op makes of images, are less evenly divided than the samples are."""
+    (axis,), samples = x.tiled.grid.axes, x.shape[0]
+    return samples >= axis.parts and (_largest_share(samples, axis.parts) * PAYS <= _largest_share(outputs, axis.parts))
 
 
 def _largest_share(length: int, parts: int) -> float:
     """Returns how much the device with the most has, where 1 is an even share."""
     return -(-length // parts) * parts / length
-
-
-def each_sample(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Does on this device's samples what is done to each by itself, if they lie so."""
-    tile = args[0] if args else None
-    if not isinstance(tile, Tile) or tile.dims != BY_SAMPLE or find((*args[1:], *kwargs.values())) is not None:
-        return NotImplemented
-    local = func(tile.local, *args[1:], **kwargs)
-    return tile.like(local) if isinstance(local, torch.Tensor) else NotImplemented

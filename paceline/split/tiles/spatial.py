@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from paceline.split.tiles import edge_convolution
 from paceline.split.tiles.halo_exchange import Widened
 from paceline.split.tiles.needed_rows import NeededRows, Range, each, output_rows, paddings, ranges, sliding, spreading
-from paceline.split.tiles.samples import dealt_out
+from paceline.split.tiles.samples import BY_SAMPLE, few_rows, moved
 from paceline.split.tiles.tile import Func, Tile
 
 if TYPE_CHECKING:
@@ -56,9 +56,18 @@ class Neighbourhood:
                     f"it makes {self.outputs[axis.which]} {what} of {rows}, too few for {axis.parts} devices: "
                     f"give at most that many tiles",
                 )
-        if isinstance(self.x, Tile) and self.x.dims != self.dims:
+        if isinstance(self.x, Tile) and self.x.dims not in (self.dims, BY_SAMPLE):
             self.x = self.tiled.whole(self.x, func)
         return True
+
+    def by_sample(self) -> Tile | None:
+        """Returns the images by sample, if they lie so, or should from here on; None if not."""
+        x = self.x
+        if not isinstance(x, Tile) or len(self.axes) > 1:
+            return None
+        if x.dims != BY_SAMPLE and few_rows(x, self.outputs[self.axes[0].which]):
+            self.x = x = moved(x, 0)
+        return x if x.dims == BY_SAMPLE else None
 
     def _no(self, func: Func, why: str) -> bool:
         self.tiled.cannot_cut(func, why)
@@ -123,11 +132,11 @@ def convolve(
     pads = paddings(padding, kernels, dilations)
     lengths = input.shape[-spatial:]
     outputs = [output_rows(*one) for one in zip(lengths, kernels, strides, pads, dilations, strict=True)]
-    if (dealt := dealt_out(tiled, input, outputs)) is not None:
-        return dealt.like(func(dealt.local, weight, bias, stride, padding, dilation, groups))
     cut = Neighbourhood(tiled, func, input, spatial, outputs)
     if not cut.possible:
         return cut.on_whole(func, weight, bias, stride, padding, dilation, groups)
+    if (x := cut.by_sample()) is not None:
+        return x.like(func(x.local, weight, bias, stride, padding, dilation, groups))
     shape = _keeping_size(cut, strides, pads, dilations, groups, weight.numel() / input.shape[1])
     if shape is not None:
         assert isinstance(cut.x, Tile)
@@ -198,6 +207,8 @@ def transposed(
     # With strides longer than the kernel some outputs come from no input at all.
     if not cut.possible or any(start == stop for spread in spreads for start, stop in spread.needed.need):
         return cut.on_whole(func, weight, bias, stride, padding, output_padding, groups, dilation)
+    if (x := cut.by_sample()) is not None:
+        return x.like(func(x.local, weight, bias, stride, padding, output_padding, groups, dilation))
     is_cut = [2 + i in cut.dims for i in range(spatial)]
     inner = [0 if cut_here else p for cut_here, p in zip(is_cut, pads, strict=True)]
     outer = [0 if cut_here else e for cut_here, e in zip(is_cut, extra, strict=True)]
@@ -239,11 +250,11 @@ def max_pool(
         output_rows(n, k, s, (p, p), d, ceil_mode)
         for n, k, s, p, d in zip(lengths, kernels, strides, pads, dilations, strict=True)
     ]
-    if (dealt := dealt_out(tiled, input, outputs)) is not None:
-        return dealt.like(func(dealt.local, kernel_size, stride, padding, dilation, ceil_mode))
     cut = Neighbourhood(tiled, func, input, spatial, outputs)
     if not cut.possible:
         return cut.on_whole(func, kernel_size, stride, padding, dilation, ceil_mode)
+    if (x := cut.by_sample()) is not None:
+        return x.like(func(x.local, kernel_size, stride, padding, dilation, ceil_mode))
     needed = cut.needed(lambda i, n, m, parts: sliding(n, m, parts, kernels[i], strides[i], pads[i], dilations[i]))
     inner = [0 if 2 + i in cut.dims else p for i, p in enumerate(pads)]
     lowest = -math.inf if input.is_floating_point() else torch.iinfo(input.dtype).min
@@ -269,11 +280,11 @@ def average_pool(
         output_rows(n, k, s, (p, p), 1, ceil_mode) for n, k, s, p in zip(lengths, kernels, strides, pads, strict=True)
     ]
     more = () if spatial == 1 else (divisor_override,)
-    if (dealt := dealt_out(tiled, input, outputs)) is not None:
-        return dealt.like(func(dealt.local, kernel_size, stride, padding, ceil_mode, count_include_pad, *more))
     cut = Neighbourhood(tiled, func, input, spatial, outputs)
     if not cut.possible:
         return cut.on_whole(func, kernel_size, stride, padding, ceil_mode, count_include_pad, *more)
+    if (x := cut.by_sample()) is not None:
+        return x.like(func(x.local, kernel_size, stride, padding, ceil_mode, count_include_pad, *more))
     needed = cut.needed(lambda i, n, m, parts: sliding(n, m, parts, kernels[i], strides[i], pads[i], 1))
     # Along the dims that are not cut: padding, and what the last window overhangs.
     each_dim = list(zip(lengths, outputs, kernels, strides, pads, strict=True))

@@ -17,7 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from paceline.errors import ModelError
-from paceline.split.tiles import norms, pointwise, reductions, resize, samples, spatial
+from paceline.split.tiles import norms, pointwise, reductions, resize, spatial
 from paceline.split.tiles.halo_exchange import gathered
 from paceline.split.tiles.tile import Func, Grid, Tile, find
 from paceline.torch_private import PlainTensors, tree_map
@@ -55,10 +55,6 @@ OPS: dict[str, Func] = {
     "interpolate": resize.interpolate,
     "pixel_shuffle": resize.pixel_shuffle,
 }
-# What is done to each sample by itself, given the samples first.
-OF_EACH_SAMPLE = frozenset(
-    [*CUTS, "pad", "interpolate", "pixel_shuffle", "group_norm", *(f"adaptive_avg_pool{n}d" for n in (1, 2, 3))]
-)
 # What a tile knows of the whole without having it.
 _METHODS = """
     size dim ndimension numel nelement is_floating_point is_complex is_signed is_contiguous element_size get_device
@@ -141,9 +137,7 @@ class TiledForward(TorchFunctionMode):
             cut = OPS.get(name) or (pointwise.pointwise if pointwise.is_pointwise(name) else None)
         if cut is not None:
             with PlainTensors():
-                found = samples.each_sample(func, args, kwargs) if name in OF_EACH_SAMPLE else NotImplemented
-                if found is NotImplemented:
-                    found = cut(self, func, *args, **kwargs)
+                found = cut(self, func, *args, **kwargs)
             if found is not NotImplemented:
                 self._note(args, kwargs, on_tiles=tile is not None or isinstance(found, Tile))
                 return found
@@ -170,9 +164,10 @@ class TiledForward(TorchFunctionMode):
         if self.is_dry_run:
             self.dry_run.step(args, kwargs, on_tiles=on_tiles)
         elif self.head and torch.is_grad_enabled():
-            if on_tiles and self.in_head:
+            uses_head = any(p in self.head for p in _parameters((*args, *kwargs.values())))
+            if on_tiles and (self.in_head or uses_head):
                 self.changed_its_way(None)
-            self.in_head |= not on_tiles and any(p in self.head for p in _parameters((*args, *kwargs.values())))
+            self.in_head |= uses_head
 
     # ── what is not done on tiles ────────────────────────────────────────────────────────────────────────
 
