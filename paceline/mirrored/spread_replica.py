@@ -17,6 +17,7 @@ needs the whole model: an evaluation, a save, the end of `batches`, a stop. Unti
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
+from typing import Any
 
 import torch
 
@@ -152,18 +153,13 @@ class SpreadReplica(BetweenHosts):
 
     def meet(self) -> None:
         """Has host 0 know all gradients, for a record."""
-        if self._peers.rank == self._peers.here.start:
-            slots = self._arena.layout.slots
-            with self._not_tried_again("giving host 0 its gradients"):
-                if self.number:
-                    own = [n for n, slot in enumerate(slots) if self._hosts_of(slot.name)[0] == self.number]
-                    touched = [n for n in own if slots[n].group is not None and self._step.touched[n]]
-                    found = {n: OneHost.gradient(self, self._step, self._arena, slots[n]) for n in touched}
-                    send(self._peers, pack(found), 0)
-                else:
-                    self._gradients = {}
-                    for other in self._firsts():
-                        self._gradients |= receive(self._peers, other)[0]
+
+        def gradients() -> dict[int, torch.Tensor]:
+            slots = enumerate(self._arena.layout.slots)
+            touched = {n: slot for n, slot in slots if slot.group is not None and self._step.touched[n]}
+            return {n: OneHost.gradient(self, self._step, self._arena, slot) for n, slot in touched.items()}
+
+        self._gradients = self._to_host_0("gradients", gradients)
         self._together.meet(Kind.UPDATE, Phase.AWAITING_HOSTS)
 
     def gradients_elsewhere(self) -> dict[int, torch.Tensor]:
@@ -238,15 +234,19 @@ class SpreadReplica(BetweenHosts):
         return [host * len(self._peers.here) for host in range(self.most) if host != self.number]
 
     def states(self, own: Callable[[], OptimizerStates]) -> OptimizerStates:
+        return self._to_host_0("optimizer state", own)
+
+    def _to_host_0(self, what: str, own: Callable[[], dict[int, Any]]) -> dict[int, Any]:
+        """Returns, to the first device of host 0, by slot what the other hosts have; all call it."""
+        found: dict[int, Any] = {}
         if self._peers.rank != self._peers.here.start:
-            return {}
-        found: OptimizerStates = {}
+            return found
         slots = self._arena.layout.slots
-        with self._not_tried_again("giving host 0 its optimizer state"):
+        with self._not_tried_again(f"giving host 0 its {what}"):
             if self.number:
-                here = {n: state for n, state in own().items() if self._hosts_of(slots[n].name)[0] == self.number}
+                here = {n: value for n, value in own().items() if self._hosts_of(slots[n].name)[0] == self.number}
                 send(self._peers, pack(here), 0)
-                return {}
-            for other in self._firsts():
-                found |= receive(self._peers, other)[0]
+            else:
+                for other in self._firsts():
+                    found |= receive(self._peers, other)[0]
         return found
