@@ -141,6 +141,8 @@ class Board:
         self._map = mmap.mmap(descriptor, BOARD_BYTES)
         self._ints = memoryview(self._map).cast("q")
         self._floats = memoryview(self._map).cast("d")
+        # What this process does first where it would wait for others; returns whether there was something to do.
+        self.meanwhile: Callable[[], bool] = lambda: False
 
     @classmethod
     def create(cls, replicas: int, *, supervised: bool) -> Board:
@@ -323,6 +325,9 @@ class Board:
         """
         if ready():
             return
+        while self.meanwhile():
+            if ready():
+                return
         before = Phase(self.get(rank, Word.PHASE))
         self.enter(rank, phase)
         start = time.monotonic()

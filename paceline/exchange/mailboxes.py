@@ -122,8 +122,6 @@ class Peers:
             self._in |= far.into
         self._told = 0  # words of what the first device has told all
         self.alike = far is None  # replicas decide together; else each for itself
-        # Does something else while there is nothing to receive, and returns whether there was something to do.
-        self.meanwhile: Callable[[], bool] = lambda: False
 
     @classmethod
     def meet(cls, together: Together, rank: int, count: int, far: FarDevices | None = None) -> Peers:
@@ -152,6 +150,10 @@ class Peers:
     def _box(self, source: int, target: int) -> int:
         return (self._row(source) * self.count + target) * BOX_BYTES
 
+    def while_waiting(self, act: Callable[[], bool]) -> None:
+        """Has `act` called whenever this process waits for another, until it returns that there is no more to do."""
+        self._board.meanwhile = act
+
     @property
     def is_spread(self) -> bool:
         """Returns whether devices of the replica are on several hosts, as many on each."""
@@ -174,8 +176,7 @@ class Peers:
         """Returns the next tensor that `source` has sent to this device, and waits for it."""
         box = self._in[source]
         while (tensor := box.next()) is None:
-            if not self.meanwhile():
-                self._wait(source, lambda: box.arrived)
+            self._wait(source, lambda: box.arrived)
         return tensor
 
     def _posted(self, box: Outbox, part: torch.Tensor, tensor: torch.Tensor) -> bool:

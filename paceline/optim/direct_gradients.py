@@ -23,9 +23,10 @@ from torch.autograd.graph import Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline import torch_private
-from paceline.optim.postponed import write_product
+from paceline.optim.postponed import Find, write_convolution, write_product
 
 LEAST_ELEMENTS = 1 << 18  # a megabyte: of a smaller gradient the copy takes less time than an operator in Python
+LEAST_OF_CONVOLUTION = 1 << 12  # that of a convolution is not small work, however small it is
 
 
 class GradientWriter(Protocol):
@@ -34,6 +35,10 @@ class GradientWriter(Protocol):
     @property
     def ready(self) -> bool:
         """Whether gradients are collected now, and there is one place for the whole of this one."""
+        ...
+
+    def write(self, gradient: torch.Tensor) -> None:
+        """It is this."""
         ...
 
     def write_product(self, one: torch.Tensor, other: torch.Tensor) -> None:
@@ -59,8 +64,8 @@ def register(weight: torch.nn.Parameter, writer: GradientWriter) -> bool:
     """Let `writer` have the gradient of `weight`; returns False if that would not pay, or this torch is not known."""
     pays = (
         type(weight) is torch.nn.Parameter
-        and weight.dim() == 2
-        and weight.numel() >= LEAST_ELEMENTS
+        and weight.dim() >= 2
+        and weight.numel() >= (LEAST_ELEMENTS if weight.dim() == 2 else LEAST_OF_CONVOLUTION)
         and weight.is_floating_point()
         and weight.device.type == "cpu"
         and torch_private.can_follow_gradients()
@@ -98,7 +103,7 @@ def end(step: object) -> None:
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """What `F.linear` is during a step, and returns."""
     usual = type(input) is torch.Tensor and (bias is None or bias.dim() == 1)
-    writer = _writer_of(weight) if usual else None
+    writer = writer_of(weight) if usual else None
     if writer is None:
         return _plain_linear(input, weight, bias)
     found: torch.Tensor = _Linear.apply(input, weight, bias, writer)  # type: ignore[no-untyped-call]
@@ -108,7 +113,7 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 def addmm(bias: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Returns `bias + input @ weight`: a linear layer whose weight lies the other way round."""
     usual = type(input) is torch.Tensor and bias.dim() == 1
-    writer = _writer_of(weight) if usual else None
+    writer = writer_of(weight) if usual else None
     if writer is None:
         return torch.addmm(bias, input, weight)
     found: torch.Tensor = _AddMM.apply(bias, input, weight, writer)  # type: ignore[no-untyped-call]
@@ -126,14 +131,14 @@ def embedding(
 ) -> torch.Tensor:
     """What `F.embedding` is during a step, and returns."""
     usual = type(input) is torch.Tensor and max_norm is None and not scale_grad_by_freq and not sparse
-    writer = _writer_of(weight) if usual else None
+    writer = writer_of(weight) if usual else None
     if writer is None:
         return _plain_embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     found: torch.Tensor = _Embedding.apply(input, weight, padding_idx, writer)  # type: ignore[no-untyped-call]
     return found
 
 
-def _writer_of(weight: torch.Tensor) -> GradientWriter | None:
+def writer_of(weight: torch.Tensor) -> GradientWriter | None:
     """What may have the gradient of `weight`; None if somebody wants to see it on its way."""
     if torch.compiler.is_compiling():
         return None
@@ -228,6 +233,14 @@ class _Embedding(torch.autograd.Function):
             ctx.next_functions[1][0],
         )
         return None, dw, None, None
+
+
+def of_convolution(writer: GradientWriter | None, find: Find, accumulate: Node | None) -> torch.Tensor | None:
+    """What a convolution's backward gives as the gradient of its weight, which `find` finds; with a writer it goes to
+    its place by itself, sooner or later."""
+    if writer is None:
+        return find()
+    return _weight_gradient(writer, lambda: write_convolution(writer, find), find, accumulate)
 
 
 def _product(

@@ -114,6 +114,14 @@ class GradientCollector:
         """Whether gradients are collected now, and this one goes into one buffer as a whole."""
         return self._collecting and isinstance(self._destinations[slot], IntoBuffer)
 
+    def write(self, slot: int, gradient: torch.Tensor) -> None:
+        """Write a gradient where it goes."""
+        if self._seen[slot]:
+            self._destinations[slot].add(gradient)
+        else:
+            self._destinations[slot].put(gradient)
+        self._seen[slot] = self._dirty[slot] = True
+
     def write_product(self, slot: int, one: torch.Tensor, other: torch.Tensor) -> None:
         """Write a gradient that is this product where it goes."""
         destination = self._destinations[slot]
@@ -177,12 +185,8 @@ class GradientCollector:
     def _collect(self, slot: int, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         assert gradient is not None
-        if self._seen[slot]:
-            self._destinations[slot].add(gradient)
-        else:
-            self._destinations[slot].put(gradient)
+        self.write(slot, gradient)
         parameter.grad = None
-        self._seen[slot] = self._dirty[slot] = True
         if self._landed is not None:
             self._tell_landed(slot, self._landed)
 
@@ -230,6 +234,9 @@ class SlotWriter:
     @property
     def ready(self) -> bool:
         return self.collector.writes(self.slot)
+
+    def write(self, gradient: torch.Tensor) -> None:
+        self.collector.write(self.slot, gradient)
 
     def write_product(self, one: torch.Tensor, other: torch.Tensor) -> None:
         self.collector.write_product(self.slot, one, other)

@@ -1,18 +1,19 @@
 """Work of a backward that nobody waits for: a device does it while it would wait for another.
 
 Of what a cut model's backward computes, other devices need the gradients of what they have handed on. Gradients of
-weights they do not: those are made later, oldest first, whenever there is nothing to receive (`Peers.meanwhile`), and
-what is left of them at the end of the step.
+weights they do not: those are made later, oldest first, whenever others are waited for (`Board.meanwhile`), and what is
+left of them at the end of the step.
 
-Such a gradient is a product of two matrices that are narrow if a micro-batch is small, and as large as the weight: to
-add it to what is there takes longer to read and write than to compute. So what waits for the same weight is one product
-of wider matrices.
+That of a linear layer is a product of two matrices that are narrow if a micro-batch is small, and as large as the
+weight: to add it to what is there takes longer to read and write than to compute. So what waits for the same weight is
+one product of wider matrices. That of a convolution is whatever its own function finds; what it needs for that is as
+large as the activations, so few of them wait.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -21,10 +22,15 @@ from typing import Protocol
 import torch
 
 MOST_AT_ONCE = 4  # products of the same weight
+MOST_CONVOLUTIONS = 2  # that wait
+
+Find = Callable[[], torch.Tensor]
 
 
-class ProductWriter(Protocol):
+class Writer(Protocol):
     """Adds to the gradient of one weight."""
+
+    def write(self, gradient: torch.Tensor) -> None: ...
 
     def write_product(self, one: torch.Tensor, other: torch.Tensor) -> None: ...
 
@@ -34,16 +40,25 @@ class _Product:
     """What is to be added to a gradient, and in the how many-th backward that was found."""
 
     backward: int
-    writer: ProductWriter
+    writer: Writer
     one: torch.Tensor
     other: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Convolution:
+    """What finds a summand of a gradient, and in the how many-th backward it was left."""
+
+    backward: int
+    writer: Writer
+    find: Find
 
 
 class Postponed:
     """What waits, of one device."""
 
     def __init__(self) -> None:
-        self._waiting: deque[_Product] = deque()
+        self._waiting: deque[_Product | _Convolution] = deque()
         self._backwards = 0
 
     @contextmanager
@@ -63,24 +78,38 @@ class Postponed:
         ):
             self.do_one()
 
-    def add(self, writer: ProductWriter, one: torch.Tensor, other: torch.Tensor) -> None:
+    def add_product(self, writer: Writer, one: torch.Tensor, other: torch.Tensor) -> None:
         self._waiting.append(_Product(self._backwards, writer, one, other))
+
+    def add_convolution(self, writer: Writer, find: Find) -> None:
+        self._waiting.append(_Convolution(self._backwards, writer, find))
+        while sum(isinstance(work, _Convolution) for work in self._waiting) > MOST_CONVOLUTIONS:
+            self.do_one()
 
     def do_one(self) -> bool:
         """Do what has waited longest, with what waits for the same weight; returns whether there was something."""
         if not self._waiting:
             return False
-        writer = self._waiting[0].writer
-        found = [product for product in self._waiting if product.writer == writer][:MOST_AT_ONCE]
+        first = self._waiting[0]
+        with torch.no_grad():
+            if isinstance(first, _Convolution):
+                self._waiting.popleft()
+                first.writer.write(first.find())
+            else:
+                self._multiply(first.writer)
+        return True
+
+    def _multiply(self, writer: Writer) -> None:
+        """Adds the products that have waited longest for one weight, as one."""
+        products = [work for work in self._waiting if isinstance(work, _Product) and work.writer == writer]
+        found = products[:MOST_AT_ONCE]
         for product in found:
             self._waiting.remove(product)
-        with torch.no_grad():
-            if len(found) == 1:
-                writer.write_product(found[0].one, found[0].other)
-            else:  # both are cut along what is summed over
-                one = torch.cat([product.one.t() for product in found]).t()
-                writer.write_product(one, torch.cat([product.other for product in found]))
-        return True
+        if len(found) == 1:
+            writer.write_product(found[0].one, found[0].other)
+        else:  # both are cut along what is summed over
+            one = torch.cat([product.one.t() for product in found]).t()
+            writer.write_product(one, torch.cat([product.other for product in found]))
 
     def do_all(self) -> None:
         while self.do_one():
@@ -94,10 +123,19 @@ class Postponed:
 _postponed: ContextVar[Postponed | None] = ContextVar("postponed", default=None)
 
 
-def write_product(writer: ProductWriter, one: torch.Tensor, other: torch.Tensor) -> None:
+def write_product(writer: Writer, one: torch.Tensor, other: torch.Tensor) -> None:
     """Have a product added to a gradient: later, inside of a backward of which work may wait, and else at once."""
     postponed = _postponed.get()
     if postponed is None:
         writer.write_product(one, other)
     else:
-        postponed.add(writer, one, other)
+        postponed.add_product(writer, one, other)
+
+
+def write_convolution(writer: Writer, find: Find) -> None:
+    """Have what a convolution finds added to the gradient of its weight, in the same way."""
+    postponed = _postponed.get()
+    if postponed is None:
+        writer.write(find())
+    else:
+        postponed.add_convolution(writer, find)

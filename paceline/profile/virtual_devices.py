@@ -65,6 +65,9 @@ class VirtualPeers(Peers):
         self.stretches: list[float] = []  # of a step that is made again, between messages
         self._mark = 0.0
 
+    def while_waiting(self, act: Callable[[], bool]) -> None:
+        """A device that makes its step alone never waits: what it would do then it does at the end."""
+
     def record(self) -> None:
         """What follows is the step that is recorded."""
         self.messages, self._received, self._replayed = [], [], None

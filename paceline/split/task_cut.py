@@ -113,7 +113,7 @@ class TaskCut(GraphCut):
         """Begins a pass."""
         self.passes += 1
         self.later.forget()
-        self.peers.meanwhile = self.later.do_one
+        self.peers.while_waiting(self.later.do_one)
 
     def forward(self, loss: Loss, batch: Any, weight: Weight, check: Check) -> tuple[InFlight, LossPart]:
         """Runs forward. Returns what runs backward, and what this is of the step's loss, on the last device."""

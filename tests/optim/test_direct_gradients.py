@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from paceline.optim import direct_gradients as products
 from paceline.optim.gradients import GradientCollector, IntoBuffer
 from paceline.optim.postponed import Postponed
+from paceline.split.tiles.convolution import Convolution, convolved
 
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
@@ -24,6 +25,7 @@ Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 @pytest.fixture(autouse=True)
 def any_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(products, "LEAST_ELEMENTS", 1)
+    monkeypatch.setattr(products, "LEAST_OF_CONVOLUTION", 1)
     plain = F.linear, F.embedding
     yield
     assert (F.linear, F.embedding) == plain
@@ -80,7 +82,7 @@ def collected(model: nn.Module, loss: Loss, inputs: list[torch.Tensor]) -> None:
         torch.testing.assert_close(place, wanted, msg=lambda text, name=name: f"{name}: {text}")
     assert all(parameter.grad is None for parameter in parameters)
     collector.close()
-    assert all(products._writer_of(parameter) is None for parameter in parameters)
+    assert all(products.writer_of(parameter) is None for parameter in parameters)
 
 
 @pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 3, 5), (0, 5)])
@@ -165,6 +167,35 @@ def test_products_that_wait_for_a_weight_are_one_and_the_oldest_do_not_wait_for_
     assert collector.finish() == [True]
     collector.close()
     torch.testing.assert_close(place, expected)
+
+
+def test_gradients_of_convolutions_wait_few_at_a_time() -> None:
+    layers = nn.Sequential(*(nn.Conv2d(3, 3, 3, padding=1, bias=False) for _ in range(4))).double()
+    weights = list(layers.parameters())
+    places = [torch.full_like(weight, 7.0) for weight in weights]
+    x = torch.randn(2, 3, 6, 5, dtype=torch.float64)
+    expected = torch.autograd.grad(plain(layers, x), weights)
+    collector = GradientCollector(weights, list(map(IntoBuffer, places)))
+    how = Convolution((1, 1), (1, 1), (1, 1), 1)
+
+    def waiting() -> list[bool]:
+        return [bool((place == 7.0).all()) for place in places]
+
+    later = Postponed()
+    with collector.step():
+        y = x
+        for weight in weights:
+            y = convolved(F.conv2d, y, weight, None, how)
+        with later.backward():
+            y.square().sum().backward()
+        assert waiting() == [True, True, False, False]  # from the last on they were left, and two may wait
+        assert later.do_one()
+        assert waiting() == [True, False, False, False]
+        later.do_all()
+    assert collector.finish() == [True] * 4
+    collector.close()
+    for place, wanted in zip(places, expected, strict=True):
+        torch.testing.assert_close(place, wanted)
 
 
 @pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}])

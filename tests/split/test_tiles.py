@@ -197,6 +197,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         "layers": [draw(first), *draw(st.lists(simple | branches, max_size=5))],
         "head": draw(st.sampled_from(["dense", "flatten", "pool", "grid"])),
         "input_wanted": draw(st.booleans()),
+        "collected": draw(st.booleans()),
         "last": draw(st.integers(0, 4)) == 0,
     }
 
@@ -327,7 +328,7 @@ def test_verify_finds_no_difference(tmp_path: Path) -> None:
 
 def case_of(layers: list[Any], **changed: Any) -> dict[str, Any]:
     case = {"rows": 2, "columns": 1, "seed": 0, "shape": [1, 2, 6, 6], "layers": layers, "head": "pool"}
-    return {**case, "input_wanted": False, "last": False, **changed}
+    return {**case, "input_wanted": False, "last": False, "collected": True, **changed}
 
 
 def refused(measure: Measure, layers: list[Any], **changed: Any) -> str:

@@ -13,6 +13,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,7 +27,9 @@ from paceline.exchange.mailboxes import Peers
 from paceline.loop.returned_loss import read_loss
 from paceline.loss_value import SumUnit, Weight
 from paceline.memory.arena import Arena
+from paceline.optim import direct_gradients
 from paceline.optim.batchnorm import Statistics, make_exact
+from paceline.optim.gradients import GradientCollector, IntoBuffer
 from paceline.split.cut import train
 from paceline.split.tiles import TilesCut
 from paceline.split.tiles.tile import Tile
@@ -185,13 +188,25 @@ def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return (y * weights).sum() + 0.1 * y.square().mean() + 0.01 * penalty  # type: ignore[no-any-return]
 
 
-def compute(model: nn.Module, x: torch.Tensor, cut: TilesCut | None, statistics: Statistics) -> Tensors:
+def compute(
+    model: nn.Module, x: torch.Tensor, cut: TilesCut | None, statistics: Statistics, *, collected: bool = False
+) -> Tensors:
+    """What one pass finds. `collected`: gradients go where a step has them go, those of convolutions when there is
+    time."""
     outputs: list[torch.Tensor] = []
     handle = model.register_forward_hook(lambda _, __, output: outputs.append(output.detach()))
     torch.manual_seed(5)
     model.train()
     half = Weight(0.5, SumUnit(1, 1))
-    (train if cut is None else cut.train)(loss, model, x, half, lambda found: read_loss(found, ""))
+    parameters = list(model.parameters())
+    places = [torch.full_like(parameter, 7.0) for parameter in parameters]
+    collector = GradientCollector(parameters, list(map(IntoBuffer, places))) if collected else None
+    with collector.step() if collector is not None else nullcontext():
+        (train if cut is None else cut.train)(loss, model, x, half, lambda found: read_loss(found, ""))
+    if collector is not None:
+        for parameter, place, used in zip(parameters, places, collector.finish(), strict=True):
+            parameter.grad = place if used else None
+        collector.close()
     statistics.sum = None
     found = {"output": outputs[0]}
     found |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
@@ -234,7 +249,7 @@ def measure(case: dict[str, Any], peers: Peers) -> dict[str, Any]:
         if isinstance(module, _BatchNorm) and cut.over_devices(module):
             module._statistics = statistics  # type: ignore[assignment]
     statistics.sum = peers.everyone.all_reduce
-    found = compute(own, own_x, cut, statistics)
+    found = compute(own, own_x, cut, statistics, collected=case["collected"])
     assert found.keys() == expected.keys()
     return {
         "distances": {name: _distance(found[name], expected[name]) for name in expected},
@@ -254,6 +269,7 @@ def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def main(rank: int, board: Board, arenas: list[Arena]) -> None:
     torch.set_num_threads(1)
+    direct_gradients.LEAST_ELEMENTS = direct_gradients.LEAST_OF_CONVOLUTION = 1
     for line in sys.stdin:
         case = json.loads(line)
         count = case["rows"] * case["columns"]

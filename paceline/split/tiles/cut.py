@@ -17,6 +17,7 @@ from paceline.errors import ModelError, StrategyError
 from paceline.exchange.mailboxes import DeviceGroup, Peers
 from paceline.loss_value import LossPart, Weight
 from paceline.optim.models import in_mode, left_as_it_was, own_state
+from paceline.optim.postponed import Postponed
 from paceline.split.cut import (
     SAME,
     WHOLE,
@@ -46,6 +47,7 @@ class TilesCut(Cut):
         self._tiled = TiledForward(Grid(split, peers))
         self._replaced: tuple[nn.Module, Callable[..., Any]] | None = None  # a model's forward
         self._norms: dict[nn.Module, TiledBatchNorm] = {}
+        self._later = Postponed()  # gradients of convolutions
         self._head: set[str] = set()
         self._buffers: set[str] = set()
 
@@ -86,8 +88,12 @@ class TilesCut(Cut):
 
     def train(self, loss: Loss, model: nn.Module, batch: Any, weight: Weight, check: Check) -> LossPart:
         """Computes the loss, as all devices do; it counts on the first: gradients are summands."""
-        with self.at_work():
-            return train(loss, model, batch, weight if self.speaks else weight.silenced(), check)
+        self._later.forget()
+        self.peers.while_waiting(self._later.do_one)
+        with self.at_work(), self._later.backward():
+            part = train(loss, model, batch, weight if self.speaks else weight.silenced(), check)
+            self._later.do_all()
+        return part
 
     # ── the model's forward ──────────────────────────────────────────────────────────────────────────────
 

@@ -2,45 +2,75 @@
 
 To put the tile and its halo together would be a copy of all activations, twice more in backward. But a convolution is
 linear: that of the tile alone, with zeros around it, lacks only what the halo adds to the first and the last rows.
-That is computed by itself, from strips a few rows high. Nothing large moves, and the halo travels meanwhile.
+That is computed by itself, from the halo and the rows of the kernel that reach over the edge. Nothing large moves, and
+the halo travels meanwhile.
 
     tile ── convolution ────────────────────▶ rows of the output
-    halo ── convolution of the strip ─▶ added to the first (last) of them
+    halo ── convolution with a part of the kernel ─▶ added to the first (last) of them
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from paceline.exchange.mailboxes import DeviceGroup
+from paceline.optim import direct_gradients
+from paceline.split.tiles.convolution import Convolution
 
 
 @dataclass(frozen=True)
-class ConvolutionShape:
-    """A convolution with strides of one: how far it reaches along the dim that is cut, and what torch is told."""
+class Edges:
+    """How far a convolution with strides of one reaches over the edges of a tile, along the dim that is cut: by so many
+    rows of the image, with so many of the kernel, that see so many rows on this side as well."""
 
     dim: int
     reach: int
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
+    kernel_rows: int
+    rows_inside: int
 
-    @property
-    def of_strip(self) -> tuple[int, ...]:
-        """Returns the padding for a strip, which has its zeros along the dim that is cut already."""
-        return tuple(0 if 2 + i == self.dim else pad for i, pad in enumerate(self.padding))
+    def of_strip(self, whole: Convolution) -> Convolution:
+        """Returns the convolution of a strip, which is not padded along the dim that is cut."""
+        padding = tuple(0 if 2 + i == self.dim else pad for i, pad in enumerate(whole.padding))
+        return replace(whole, padding=padding)
+
+    def of_image(self, x: torch.Tensor, first: bool) -> torch.Tensor:
+        """Returns the rows of a tile that see a neighbour's, and that a neighbour sees: the first, or the last."""
+        return self._outer(x, self.reach, first)
+
+    def of_kernel(self, weight: torch.Tensor, first: bool) -> torch.Tensor:
+        """Returns the rows of the kernel that reach over the first, or the last, edge."""
+        return self._outer(weight, self.kernel_rows, first)
+
+    def _outer(self, x: torch.Tensor, rows: int, first: bool) -> torch.Tensor:
+        return x.narrow(self.dim, 0 if first else x.size(self.dim) - rows, rows)
+
+    def strip(self, halo: torch.Tensor, first: bool) -> torch.Tensor:
+        """Returns a neighbour's rows, and zeros in the place of own ones that the same part of the kernel sees."""
+        if not self.rows_inside:  # a kernel of three rows
+            return halo
+        size = list(halo.shape)
+        size[self.dim] += self.rows_inside
+        strip = halo.new_zeros(size)
+        self.of_image(strip, first).copy_(halo)
+        return strip
 
 
 def convolved(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: DeviceGroup, shape: ConvolutionShape
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    how: Convolution,
+    edges: Edges,
+    group: DeviceGroup,
 ) -> torch.Tensor:
     """Returns the rows of this device, of a convolution over the tiles of the group."""
-    return _Convolved.apply(x, weight, bias, group, shape)  # type: ignore[no-untyped-call, no-any-return]
+    writer = direct_gradients.writer_of(weight)
+    return _Convolved.apply(x, weight, bias, how, edges, group, writer)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Convolved(torch.autograd.Function):
@@ -50,40 +80,51 @@ class _Convolved(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
+        how: Convolution,
+        edges: Edges,
         group: DeviceGroup,
-        shape: ConvolutionShape,
+        writer: direct_gradients.GradientWriter | None,
     ) -> torch.Tensor:
         for rank, first in _neighbours(group):
-            group.peers.send(_edge(x, shape, first), rank)
-        y = _run(x, weight, bias, shape, shape.padding)
+            group.peers.send(edges.of_image(x, first), rank)
+        y = how.run(x, weight, bias)
         strips = []
         for rank, first in _neighbours(group):
-            strips.append(_strip(group.peers.receive(rank), shape, first))
-            _edge(y, shape, first).add_(_run(strips[-1], weight, None, shape, shape.of_strip))
-        ctx.group, ctx.shape, ctx.bias = group, shape, None if bias is None else list(bias.shape)
+            strips.append(edges.strip(group.peers.receive(rank), first))
+            found = edges.of_strip(how).run(strips[-1], edges.of_kernel(weight, first), None)
+            edges.of_image(y, first).add_(found)
+        ctx.how, ctx.edges, ctx.group, ctx.writer = how, edges, group, writer
         ctx.save_for_backward(x, weight, *strips)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        group, shape = ctx.group, ctx.shape
+        how, edges, group = ctx.how, ctx.edges, ctx.group
         x, weight, *strips = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        of_strips = []
-        for (rank, first), strip in zip(_neighbours(group), strips, strict=True):
-            part = _edge(dy, shape, first)
-            d_strip, d_weight, _ = _backward(part, strip, weight, None, shape, shape.of_strip, wants_x, wants_weight)
-            if wants_x:
-                group.peers.send(_edge(d_strip, shape, first), rank)
-            of_strips.append(d_weight)
-        bias = ctx.bias if wants_bias else None
-        dx, dw, db = _backward(dy, x, weight, bias, shape, shape.padding, wants_x, wants_weight)
-        for d_weight in of_strips if wants_weight else ():
-            dw += d_weight
-        for rank, first in _neighbours(group) if wants_x else ():
-            _edge(dx, shape, first).add_(group.peers.receive(rank))
-        return dx, dw, db, None, None
+        beside, beyond = edges.of_strip(how), list(zip(_neighbours(group), strips, strict=True))
+        dx = dw = None
+        if wants_x:
+            for (rank, first), strip in beyond:
+                kernel = edges.of_kernel(weight, first)
+                d_strip = beside.input_gradient(edges.of_image(dy, first), strip, kernel)
+                group.peers.send(edges.of_image(d_strip, first), rank)
+            dx = how.input_gradient(dy, x, weight)
+
+        def find() -> torch.Tensor:
+            found: torch.Tensor = how.weight_gradient(dy, x, weight)
+            for (_, first), strip in beyond:
+                kernel = edges.of_kernel(weight, first)
+                edges.of_kernel(found, first).add_(beside.weight_gradient(edges.of_image(dy, first), strip, kernel))
+            return found
+
+        if wants_weight:
+            dw = direct_gradients.of_convolution(ctx.writer, find, ctx.next_functions[1][0])
+        if dx is not None:
+            for rank, first in _neighbours(group):
+                edges.of_image(dx, first).add_(group.peers.receive(rank))
+        return dx, dw, how.bias_gradient(dy) if wants_bias else None, None, None, None, None
 
 
 def _neighbours(group: DeviceGroup) -> Iterator[tuple[int, bool]]:
@@ -92,41 +133,3 @@ def _neighbours(group: DeviceGroup) -> Iterator[tuple[int, bool]]:
         yield group.ranks[group.index - 1], True
     if group.index < group.count - 1:
         yield group.ranks[group.index + 1], False
-
-
-def _edge(x: torch.Tensor, shape: ConvolutionShape, first: bool) -> torch.Tensor:
-    """Returns the rows of a tile that see a neighbour's, and that a neighbour sees: the first, or the last."""
-    return x.narrow(shape.dim, 0 if first else x.size(shape.dim) - shape.reach, shape.reach)
-
-
-def _strip(halo: torch.Tensor, shape: ConvolutionShape, first: bool) -> torch.Tensor:
-    """Returns a neighbour's rows, and zeros in the place of so many own ones as the rows at the edge look at."""
-    size = list(halo.shape)
-    size[shape.dim] *= 3
-    strip = halo.new_zeros(size)
-    _edge(strip, shape, first).copy_(halo)
-    return strip
-
-
-def _run(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, shape: ConvolutionShape, padding: tuple[int, ...]
-) -> torch.Tensor:
-    ones = [1] * len(padding)
-    return torch.convolution(x, weight, bias, ones, padding, shape.dilation, False, [0] * len(padding), shape.groups)
-
-
-def _backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: list[int] | None,
-    shape: ConvolutionShape,
-    padding: tuple[int, ...],
-    wants_x: bool,
-    wants_weight: bool,
-) -> tuple[Any, Any, Any]:
-    ones, zeros, wanted = [1] * len(padding), [0] * len(padding), [wants_x, wants_weight, bias is not None]
-    found: tuple[Any, Any, Any] = torch.ops.aten.convolution_backward(
-        dy, x, weight, bias, ones, padding, shape.dilation, False, zeros, shape.groups, wanted
-    )
-    return found

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline.split.tiles import edge_convolution
+from paceline.split.tiles.convolution import Convolution, convolved
 from paceline.split.tiles.halo_exchange import Widened
 from paceline.split.tiles.needed_rows import NeededRows, Range, each, output_rows, paddings, ranges, sliding, spreading
 from paceline.split.tiles.samples import BY_SAMPLE, few_rows, moved
@@ -135,30 +136,31 @@ def convolve(
     cut = Neighbourhood(tiled, func, input, spatial, outputs)
     if not cut.possible:
         return cut.on_whole(func, weight, bias, stride, padding, dilation, groups)
-    if (x := cut.by_sample()) is not None:
-        return x.like(func(x.local, weight, bias, stride, padding, dilation, groups))
-    shape = _keeping_size(cut, strides, pads, dilations, groups, weight.numel() / input.shape[1])
-    if shape is not None:
-        assert isinstance(cut.x, Tile)
-        return cut.x.like(edge_convolution.convolved(cut.x.local, weight, bias, cut.axes[0].group, shape))
-    needed = cut.needed(lambda i, n, m, parts: sliding(n, m, parts, kernels[i], strides[i], pads[i][0], dilations[i]))
-    pads = _uncut(cut, pads)
 
-    def op(x: torch.Tensor) -> torch.Tensor:
-        inner = [min(pair) for pair in pads]
+    def op(x: torch.Tensor, pads: Sequence[Range]) -> torch.Tensor:
+        inner = tuple(min(pair) for pair in pads)
         for i, (low, high) in enumerate(pads):
             x = pad_one(x, 2 + i, (low - inner[i], high - inner[i]))  # "same" with an even kernel
-        local: torch.Tensor = func(x, weight, bias, strides, inner, dilations, groups)
-        return local
+        return convolved(func, x, weight, bias, Convolution(strides, inner, dilations, groups))
 
-    return cut.run(needed, op)
+    if (x := cut.by_sample()) is not None:
+        return x.like(op(x.local, pads))
+    edges = _keeping_size(cut, kernels, strides, pads, dilations, weight.numel() / input.shape[1])
+    if edges is not None:
+        assert isinstance(cut.x, Tile)
+        how = Convolution(strides, tuple(low for low, _ in pads), dilations, groups)
+        group = cut.axes[0].group
+        return cut.x.like(edge_convolution.convolved(cut.x.local, weight, bias, how, edges, group))
+    needed = cut.needed(lambda i, n, m, parts: sliding(n, m, parts, kernels[i], strides[i], pads[i][0], dilations[i]))
+    return cut.run(needed, lambda x: op(x, _uncut(cut, pads)))
 
 
 def _keeping_size(
-    cut: Neighbourhood, strides: Lengths, pads: Sequence[Range], dilations: Lengths, groups: int, work: float
-) -> edge_convolution.ConvolutionShape | None:
-    """Returns the convolution, if it is to be done on a tile as it lies: it gives as many rows as there are, and the
-    `work` (products for an element of the input) on strips of them is less than that of copying the tile."""
+    cut: Neighbourhood, kernels: Lengths, strides: Lengths, pads: Sequence[Range], dilations: Lengths, work: float
+) -> edge_convolution.Edges | None:
+    """Returns where a convolution reaches over the edges of a tile, if it is to be done on it as it lies: it gives as
+    many rows as there are, and the `work` (products for an element of the input) on strips of them is less than that
+    of copying the tile."""
     x = cut.x
     if not isinstance(x, Tile) or len(cut.axes) > 1 or torch.is_autocast_enabled(x.device.type):
         return None
@@ -168,9 +170,10 @@ def _keeping_size(
     fewest = min(stop - start for start, stop in ranges(x.shape[dim], axis.parts))
     if not same_size or not 0 < reach <= fewest or any(low != high for low, high in pads):
         return None
+    kernel_rows = kernels[axis.which] // 2
     if work * reach / fewest > WORK_OF_A_COPY:
         return None
-    return edge_convolution.ConvolutionShape(dim, reach, tuple(low for low, _ in pads), tuple(dilations), groups)
+    return edge_convolution.Edges(dim, reach, kernel_rows, (kernel_rows - 1) * dilations[axis.which])
 
 
 def _uncut(cut: Neighbourhood, pads: Sequence[Range]) -> list[Range]:
