@@ -29,8 +29,8 @@ class Net:
     hidden: int
     depth: int = 4
     batch_size: int = 8
-    steps: int = 24
-    warm_up: int = 6
+    steps: int = 100
+    warm_up: int = 10
     bars: bool = False
 
     def arguments(self, kind: str, times: Path) -> list[str]:

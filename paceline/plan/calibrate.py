@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 
@@ -106,10 +107,11 @@ def calibrate(show: Show, note: Callable[[str], None] = lambda _: None) -> Calib
     except LaunchError as error:
         note(f"links are not measured: {error}")
         emulated = False
-    count = len(runs) + 2 + emulated
+    count = len(runs) + 1 + emulated
     show("memory and cores", 0, count)
     own = _machine()
     curves: list[ExchangeCurve] = []
+    seen: list[tuple[int, ExchangePoint]] = []  # with how many replicas there were, also of runs that are made again
     left = _MOST_AGAIN
     for number, run in enumerate(runs):
         show(run.words, number + 1, count)
@@ -117,11 +119,14 @@ def calibrate(show: Show, note: Callable[[str], None] = lambda _: None) -> Calib
             with server_with_keys() if run.exchange == "tls" else nullcontext(()) as joined:
                 others = LoadOfOthers()
                 points = _run(run, joined)
+                seen += [(run.replicas, point) for point in points]
                 # Of a server that was started beside it this process has not been told yet how long it worked.
                 busy = not joined and others.cores() > BUSY
                 if left > 0 and (busy or _disturbed(points, run.replicas, curves)):
                     left -= 1
-                    points = tuple(map(_faster, points, _run(run, joined)))
+                    again = _run(run, joined)
+                    seen += [(run.replicas, point) for point in again]
+                    points = tuple(map(_faster, points, again))
         except LaunchError as error:
             if run.exchange == "shared":  # without which there is nothing to plan with
                 raise
@@ -137,13 +142,10 @@ def calibrate(show: Show, note: Callable[[str], None] = lambda _: None) -> Calib
     else:
         emulated = False
     if emulated:
-        show(f"two hosts, a link of {LINK}", count - 2, count)
+        show(f"two hosts, a link of {LINK}", count - 1, count)
         flags = ("--replicas", "2", "--emulate", f"hosts=2,link={LINK}")
         points = run_points(flags, 10, norms=False)
         links = LinkCosts(_link_overhead(points, curves), _between_hosts(points, curves))
-    again = runs[1]
-    show(f"{again.words}, once more", count - 1, count)
-    spread = _spread(curves[1].points, run_points(again.flags, again.steps, norms=True))
     show("done", count, count)
     return Calibration(
         machine=fingerprint(),
@@ -157,7 +159,7 @@ def calibrate(show: Show, note: Callable[[str], None] = lambda _: None) -> Calib
         mailbox_s=own["mailbox"],
         link_overhead=links.overhead,
         between_hosts_s=links.between_hosts_s,
-        step_spread=spread,
+        step_spread=step_spread(seen),
         curves=tuple(curves),
         seconds=time.monotonic() - began,
         load=load.cores(),
@@ -221,10 +223,21 @@ def _machine() -> dict[str, float]:
     return found
 
 
-def _spread(one: Sequence[ExchangePoint], other: Sequence[ExchangePoint]) -> float:
-    """Returns by how much a step differs from run to run: the standard deviation of its logarithm."""
-    logs = [math.log((a.computed_s + a.seconds) / (b.computed_s + b.seconds)) for a, b in zip(one, other, strict=True)]
-    return max(0.01, math.sqrt(sum(log * log for log in logs) / len(logs) / 2))
+def step_spread(seen: Sequence[tuple[int, ExchangePoint]]) -> float:
+    """Returns by how much computing the same differs from run to run: the standard deviation of its logarithm. Of most
+    models there is a measurement of as many replicas in every run, over all the time that this takes.
+
+    >>> points = [(2, ExchangePoint(8, 1.0, 1.0, 1.0, computed_s=seconds)) for seconds in (1.0, 1.2)]
+    >>> round(step_spread([*points, (1, points[0][1])]), 3)
+    0.129
+    """
+    alike: dict[tuple[int, ...], list[float]] = {}
+    for replicas, point in seen:
+        if point.computed_s > 0:
+            key = (replicas, point.bytes, point.tensors, point.norms)
+            alike.setdefault(key, []).append(math.log(point.computed_s))
+    square = sum((log - fmean(logs)) ** 2 for logs in alike.values() for log in logs)
+    return max(0.01, math.sqrt(square / max(1, sum(len(logs) - 1 for logs in alike.values()))))
 
 
 def _curve(curves: Sequence[ExchangeCurve], exchange: str, replicas: int) -> tuple[ExchangePoint, ...]:

@@ -79,7 +79,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     mailbox_s: float  # until a device that waits goes on with what another has sent
     link_overhead: float = 0.5  # of the core's time for coding and sending, what is not hidden behind the link
     between_hosts_s: float = 0.002  # what a step takes between hosts, however small the model
-    step_spread: float = 0.05  # of the same run, made twice
+    step_spread: float = 0.05  # of computing the same, from run to run
     curves: tuple[ExchangeCurve, ...] = ()
     learned: dict[str, LearnedFactor] = {}
     seconds: float = 0.0  # that calibrating took

@@ -35,11 +35,16 @@ class PredictRequest:
     bare: bool = False
 
 
+def is_json(content_type: str) -> bool:
+    """Returns whether a body is said to be JSON: then it is read as nothing else."""
+    return content_type.partition(";")[0].strip().lower() == "application/json"
+
+
 def read_predict(body: bytes, content_type: str, specs: list[ServedTensor] | None) -> PredictRequest:
     """Returns what is in a body of any of these kinds."""
-    if body.startswith(NPY_MAGIC):
+    if not is_json(content_type) and body.startswith(NPY_MAGIC):
         return _with_rows({_only(specs): _read_npy(body)}, specs, may_cast=True)
-    if content_type.startswith("image/") or body.startswith(_IMAGES):
+    if content_type.startswith("image/") or (not is_json(content_type) and body.startswith(_IMAGES)):
         return _with_rows({_only(specs): _read_image(body, specs)}, specs, may_cast=True)
     data = decode_json(body, Any)
     given = data if isinstance(data, dict) else {_only(specs): data}

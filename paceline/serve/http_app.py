@@ -11,11 +11,13 @@ What is asked all the time, a row or a few, does not go through routes, tasks an
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import math
 import time
 from asyncio import Future
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version as version_of
 from importlib.resources import files
@@ -31,7 +33,7 @@ from starlette.types import Receive, Scope, Send
 
 from paceline.errors import PacelineError
 from paceline.serve.access_log import AccessLog
-from paceline.serve.for_people import PredictRequest, read_predict, write_predict
+from paceline.serve.for_people import PredictRequest, is_json, read_predict, write_predict
 from paceline.serve.http_request import GoneAway, HttpRequest, WhileThere
 from paceline.serve.model_pool import busy
 from paceline.serve.open_inference import (
@@ -63,6 +65,7 @@ class HttpSettings:
     deadline_s: float
     most_body: int
     token: str | None = None
+    only_local: bool = False  # only this machine gets here
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class HttpApp:
     ) -> None:
         self._settings, self._model, self._description, self._log = settings, model, description, log
         self._inputs, self._outputs = description.inputs, description.outputs
+        self._reader = ThreadPoolExecutor(1, "paceline-images")  # one at a time: a picture may be large
         self._asking: dict[str, tuple[_Reader, _Writer]] = {
             "/predict": (self._read_predict, self._write_predict),
             f"/v2/models/{settings.name}/infer": (self._read_infer, self._write_infer),
@@ -140,8 +144,12 @@ class HttpApp:
     # ── in short ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def is_asking(self, request: HttpRequest) -> bool:
-        """Returns whether it is one of those that `refused`, `begin` and `finish` are for."""
-        return request.scope["method"] == "POST" and request.path in self._asking
+        """Returns whether it is one of those that `refused`, `begin` and `finish` are for. What may be an image is not:
+        to read one takes long."""
+        path = request.path
+        if request.scope["method"] != "POST" or path not in self._asking:
+            return False
+        return path != "/predict" or is_json(request.content_type)
 
     def refused(self, request: HttpRequest) -> Response | None:
         """Returns what a request is told that could not be answered in time, by its headers alone; None: it might."""
@@ -199,10 +207,12 @@ class HttpApp:
 
     def _let_in(self, request: HttpRequest) -> None:
         token = self._settings.token
-        if token is None and request.scope["method"] == "POST" and (origin := request.foreign_origin) is not None:
+        if token is None and request.scope["method"] == "POST":
             # a browser has every page it shows ask what is on this machine, and without a token nothing else tells
-            sentence = f"Origin is {origin[:100]!r}: without --token-file only this server's own page may ask"
-            raise RequestError(FORBIDDEN, sentence)
+            origin = request.foreign_origin(only_local=self._settings.only_local)
+            if origin is not None:
+                sentence = f"Origin is {origin[:100]!r}: without --token-file only this server's own page may ask"
+                raise RequestError(FORBIDDEN, sentence)
         if token is None or request.path in OPEN_TO_ALL:
             return
         if not hmac.compare_digest(request.authorization, f"Bearer {token}".encode()):
@@ -216,7 +226,8 @@ class HttpApp:
         return self._write_infer(asked, await self._computed(request, asked.inputs, version))
 
     async def _predict(self, request: HttpRequest) -> Response:
-        asked = self._read_predict(request, await self._body(request))
+        body = await self._body(request)
+        asked = await asyncio.get_running_loop().run_in_executor(self._reader, self._read_predict, request, body)
         return self._write_predict(asked, await self._computed(request, asked.inputs, None))
 
     def _read_infer(self, request: HttpRequest, body: bytes) -> InferRequest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import math
 import zlib
 from typing import Any
@@ -50,15 +51,17 @@ class HttpRequest:
         """Returns what it wants to be let in by."""
         return self._headers.get(b"authorization", b"")
 
-    @property
-    def foreign_origin(self) -> str | None:
+    def foreign_origin(self, *, only_local: bool) -> str | None:
         """Returns where the web page is from that has a browser ask this, if that is not this server; None: it is, or
-        no page asks. The scheme does not matter, since whoever stands in front may speak https for this server."""
+        no page asks. The scheme does not matter, since whoever stands in front may speak https for this server.
+
+        A page may have its own name lead to this machine once it is shown, and is then from where it asks. So one that
+        only this machine reaches (`only_local`) is known by no name but localhost."""
         if b"origin" not in self._headers:
             return None
-        origin, host = self._headers[b"origin"], self._headers.get(b"host", b"")
-        own = (b"http://" + host, b"https://" + host)
-        return None if host and origin.lower() in [one.lower() for one in own] else origin.decode("latin1")
+        origin, host = self._headers[b"origin"].decode("latin1"), self._headers.get(b"host", b"").decode("latin1")
+        is_own = bool(host) and origin.lower() in (f"http://{host}".lower(), f"https://{host}".lower())
+        return None if is_own and (not only_local or _is_local_name(host)) else origin
 
     @property
     def json_length(self) -> int | None:
@@ -137,6 +140,17 @@ class WhileThere:
             self._looking.cancel()
         if self._gone and kind is asyncio.CancelledError:
             raise GoneAway
+
+
+def _is_local_name(host: str) -> bool:
+    """Returns whether this is an address, or a name that every machine has for itself; with or without a port."""
+    name, colon, port = host.rpartition(":")
+    name = (name if colon and port.isdigit() else host).strip("[]").lower()
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost")
+    return True
 
 
 def _unpacked(body: bytes, encoding: str, most: int) -> bytes:

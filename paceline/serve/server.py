@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import errno
 import gc
+import ipaddress
 import os
 import signal
 import socket
@@ -114,7 +115,13 @@ async def _serve(settings: ServeSettings, log: AccessLog, listening: socket.sock
             return
         description = beginning.result()
         app = HttpApp(
-            HttpSettings(settings.name, settings.deadline_s, settings.most_body, settings.token),
+            HttpSettings(
+                settings.name,
+                settings.deadline_s,
+                settings.most_body,
+                settings.token,
+                only_local=ipaddress.ip_address(listening.getsockname()[0]).is_loopback,
+            ),
             model,
             description,
             log,

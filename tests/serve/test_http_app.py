@@ -6,6 +6,7 @@ import asyncio
 import gc
 import io
 import json
+import threading
 import weakref
 from typing import Any
 
@@ -13,8 +14,9 @@ import numpy as np
 import pytest
 from starlette.responses import Response
 
+from paceline.serve import http_app
 from paceline.serve.access_log import AccessLog
-from paceline.serve.for_people import read_predict
+from paceline.serve.for_people import PredictRequest, read_predict
 from paceline.serve.http_app import HttpApp, HttpSettings
 from paceline.serve.http_request import HttpRequest
 from paceline.serve.request_error import NOT_COMPUTED, RequestError
@@ -41,16 +43,19 @@ class Summing:
         return future
 
 
-def made_app(*, declared: bool, token: str | None = None) -> HttpApp:
+def made_app(*, declared: bool, token: str | None = None, local: bool = False) -> HttpApp:
     inputs = [ServedTensor("x", "FP32", [-1, 4])]
     model: Any = Summing()
     description = ModelDescription(kind="Summing", inputs=inputs, declared=declared)
-    return HttpApp(HttpSettings("model", 1.0, 1000, token), model, description, AccessLog(None))
+    return HttpApp(HttpSettings("model", 1.0, 1000, token, local), model, description, AccessLog(None))
 
 
-def told(body: Any, *, declared: bool, token: str | None = None, **headers: str) -> tuple[int, Any]:
+def told(
+    body: Any, *, declared: bool, token: str | None = None, local: bool = False, **headers: str
+) -> tuple[int, Any]:
     """The status and the JSON of the answer to a POST of this body to /predict."""
-    app = made_app(declared=declared, token=token)
+    app = made_app(declared=declared, token=token, local=local)
+    headers = {"Content-Type": "application/json", **headers}
 
     async def ask() -> Response:
         names = [(name.replace("_", "-").lower().encode(), value.encode()) for name, value in headers.items()]
@@ -72,11 +77,51 @@ def test_pages_of_others_may_not_ask_where_there_is_no_token() -> None:
     assert status(Host="here:8000") == status() == 200
     for origin in ("http://elsewhere.example", "http://here", "http://here:8001", "null", "http://", ""):
         assert status(Host="here:8000", Origin=origin) == status(Origin=origin) == 403
+    for own in ("here.example:8000", "127.0.0.1.example", "localhost.example:8000"):  # made to lead to this machine
+        assert status(Host=own, Origin=f"http://{own}") == 200
+        assert told([[1, 2, 3, 4]], declared=True, local=True, Host=own, Origin=f"http://{own}")[0] == 403
+    for own in ("localhost:8000", "LOCALHOST", "model.localhost:8000", "127.0.0.1:8000", "[::1]:8000", "[::1]"):
+        assert told([[1, 2, 3, 4]], declared=True, local=True, Host=own, Origin=f"http://{own}")[0] == 200
     sentence = "Origin is 'http://other': without --token-file only this server's own page may ask"
     assert told([[1]], declared=True, Host="here", Origin="http://other") == (403, {"error": sentence})
     secret = "0123456789abcdef"
     headers = {"Host": "here", "Origin": "http://other", "Authorization": f"Bearer {secret}"}
     assert told([[1, 2, 3, 4]], declared=True, token=secret, **headers)[0] == 200  # it was told the token
+
+
+def test_others_are_answered_while_an_image_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end = threading.Event()
+
+    def slow(body: bytes, content_type: str, specs: list[ServedTensor] | None) -> PredictRequest:
+        assert may_end.wait(20), "whoever answers others is reading"
+        return read_predict(b"[[1, 2, 3, 4]]", content_type, specs)
+
+    monkeypatch.setattr(http_app, "read_predict", slow)
+    heard: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"\x89PNG", "more_body": False}
+
+    async def send(message: Any) -> None:
+        heard.append(message)
+
+    async def ask() -> None:
+        app = made_app(declared=True)
+        scope = {"type": "http", "method": "POST", "path": "/predict", "headers": [], "query_string": b""}
+        assert not app.is_asking(HttpRequest(scope))
+        reading = asyncio.create_task(app(scope, receive, send))
+        await asyncio.sleep(0.05)
+        may_end.set()
+        await reading
+
+    asyncio.run(ask())
+    assert heard[0]["status"] == 200
+
+
+def test_what_is_said_to_be_json_is_read_as_nothing_else() -> None:
+    for body in (b"\x89PNG\r\n", b"\x93NUMPY\x01\x00"):
+        with pytest.raises(RequestError, match="JSON"):
+            read_predict(body, "application/json; charset=utf-8", [ServedTensor("x", "FP32", [-1, 4])])
 
 
 def test_an_image_of_a_kind_that_starts_programs_or_nobody_sends_is_not_read() -> None:
