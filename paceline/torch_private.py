@@ -1,7 +1,8 @@
 """What Paceline uses of torch's private parts: what each is for, and what happens where it is missing.
 
 Two of our accelerations are loans, because they change what torch does: its compiler is loaded late
-(`launch/quick_start.py`), and linear layers and embeddings write their gradient in place (`optim/direct_gradients.py`).
+(`launch/quick_start.py`), and linear layers, embeddings and convolutions on tiles write their gradient in place
+(`optim/direct_gradients.py`).
 Both stay away from a torch that they were not tested with, and `PACELINE_PLAIN_TORCH=1` switches both off; results are
 the same, and starts and steps take longer. Whatever else is missing is said in a sentence as soon as it is asked for.
 

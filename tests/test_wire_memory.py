@@ -7,7 +7,6 @@ those owed who are gone, come to the sum of everything, to the rounding. Hosts a
 from __future__ import annotations
 
 import queue
-from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
@@ -22,7 +21,7 @@ from paceline.memory.model_arena import ForHosts, ModelArena, Sizes
 from paceline.mirrored.wire_memory import WireMemory
 from paceline.optim.model_in_arena import ModelInArena
 
-Queues = defaultdict[tuple[int, int, int], "queue.SimpleQueue[torch.Tensor]"]
+Queues = dict[tuple[int, int, int], "queue.SimpleQueue[torch.Tensor]"]
 
 
 class Queued:
@@ -34,9 +33,14 @@ class Queued:
     def exchange(self, one_round: Round, tag: int) -> None:
         others = [host for host in range(self.hosts) if host != self.host]
         for other in others:
-            self._queues[self.host, other, tag].put(one_round.sent[other].clone())
+            self._queue(self.host, other, tag).put(one_round.sent[other].clone())
         for other in others:
-            one_round.received[other].copy_(self._queues[other, self.host, tag].get(timeout=20))
+            one_round.received[other].copy_(self._queue(other, self.host, tag).get(timeout=20))
+
+    def _queue(self, *key: int) -> queue.SimpleQueue[torch.Tensor]:
+        """The same for both ends, whichever comes first: a defaultdict may make one for each."""
+        source, target, tag = key
+        return self._queues.setdefault((source, target, tag), queue.SimpleQueue())
 
 
 class Hosts:
@@ -57,7 +61,7 @@ class Hosts:
 
     def meet(self, those: Sequence[int]) -> None:
         """From now on these take part, in a new view."""
-        self.those, queues = those, Queues(queue.SimpleQueue)
+        self.those, queues = those, cast(Queues, {})
         for index, host in enumerate(those):
             links = cast(Links, Queued(index, len(those), queues)) if len(those) > 1 else None
             self.memories[host].connect(links)

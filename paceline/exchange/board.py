@@ -141,7 +141,8 @@ class Board:
         self._map = mmap.mmap(descriptor, BOARD_BYTES)
         self._ints = memoryview(self._map).cast("q")
         self._floats = memoryview(self._map).cast("d")
-        # What this process does first where it would wait for others; returns whether there was something to do.
+        # What the thread that this is of does first where it would wait for others; returns whether there was something
+        # to do.
         self.meanwhile: Callable[[], bool] = lambda: False
 
     @classmethod

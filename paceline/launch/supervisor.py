@@ -31,6 +31,7 @@ from typing import TypeVar, cast
 
 import msgspec
 
+from paceline.errors import ReplicaDied
 from paceline.exchange.words import HostWord, Word
 from paceline.launch import limits
 from paceline.launch.ending import RunEnding
@@ -411,9 +412,12 @@ class Supervisor:
                 self._stop(message.code, elsewhere=True, by=message.by)
 
     def _has_failed_first(self) -> bool:
-        """Whether the run's first failure is that of a replica here, whose process has not ended yet."""
+        """Whether the run's first failure is that of a replica here, whose process has not ended yet; not if that is
+        only that another has died, of whom its own host says more."""
         first = self._folder.first_failure()
-        return first is not None and first.replica - self._place.rank in self._replicas.living
+        if first is None or first.kind == ReplicaDied.__name__:
+            return False
+        return first.replica - self._place.rank in self._replicas.living
 
     def _on_host_lost(self, lost: HostLost) -> None:
         self._event("host lost", host=lost.host, why=lost.why)

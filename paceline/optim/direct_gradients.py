@@ -4,7 +4,8 @@ Backward makes a gradient in memory of its own, and a hook copies it into the ar
 weight is the product of two small matrices, and as large as the weight: to write it there at once saves reading and
 writing all of it. That of an embedding is a few rows, and zero elsewhere: to add them there saves making a whole table
 of them, for every micro-batch. While a step is computed, `F.linear` and `F.embedding` are therefore ones that know
-where their weight's gradient goes; a graph that we run ourselves also has `addmm`.
+where their weight's gradient goes; a graph that we run ourselves also has `addmm`, and convolutions on tiles ask for
+themselves (`of_convolution`).
 
 They stand back for whoever wants to see that gradient on its way, or has other plans with it: hooks, autocast, the
 compiler, `torch.func`, a gradient that is itself differentiated, `torch.autograd.grad`. They stand back altogether on a

@@ -4,7 +4,8 @@ A hook copies every gradient into this replica's flat buffer the moment backward
 still in the cache, and gives its memory back. A buffer always holds a valid contribution: what a parameter left
 there in an earlier step is zeroed when a step does not use that parameter.
 
-Of linear layers and embeddings a gradient need not even be copied: it is computed where it goes (direct_gradients.py).
+Of linear layers and embeddings a gradient need not even be copied: it is computed where it goes, and that of a
+convolution on tiles when there is time (direct_gradients.py).
 
 Whoever sends gradients while backward still runs is told of each when it has landed. Backward adds to a parameter
 once, with the sum of all its uses; but a backward inside of it, as reentrant checkpointing makes one for each segment,
@@ -159,7 +160,7 @@ class GradientCollector:
         self._seen = [False] * len(self._parameters)
         self._in_pass = [False] * len(self._parameters)
         self._collecting = True
-        if self._written_in_place:
+        if any(parameter.dim() == 2 for parameter in self._written_in_place):  # of linear layers and tables
             direct_gradients.begin(self)
 
     @contextmanager
@@ -236,10 +237,12 @@ class SlotWriter:
         return self.collector.writes(self.slot)
 
     def write(self, gradient: torch.Tensor) -> None:
-        self.collector.write(self.slot, gradient)
+        if self.ready:  # else the step that it was for is given up
+            self.collector.write(self.slot, gradient)
 
     def write_product(self, one: torch.Tensor, other: torch.Tensor) -> None:
-        self.collector.write_product(self.slot, one, other)
+        if self.ready:
+            self.collector.write_product(self.slot, one, other)
 
     def write_rows(self, numbers: torch.Tensor, rows: torch.Tensor) -> None:
         self.collector.write_rows(self.slot, numbers, rows)

@@ -6,8 +6,8 @@ left of them at the end of the step.
 
 That of a linear layer is a product of two matrices that are narrow if a micro-batch is small, and as large as the
 weight: to add it to what is there takes longer to read and write than to compute. So what waits for the same weight is
-one product of wider matrices. That of a convolution is whatever its own function finds; what it needs for that is as
-large as the activations, so few of them wait.
+one product of wider matrices. That of a convolution is whatever its own function finds. What is needed for that is as
+large as the activations: where it adds up, few may wait.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Protocol
 import torch
 
 MOST_AT_ONCE = 4  # products of the same weight
-MOST_CONVOLUTIONS = 2  # that wait
 
 Find = Callable[[], torch.Tensor]
 
@@ -55,9 +54,10 @@ class _Convolution:
 
 
 class Postponed:
-    """What waits, of one device."""
+    """What waits, of one device; with `most`, not more than so much at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int | None = None) -> None:
+        self._most = most
         self._waiting: deque[_Product | _Convolution] = deque()
         self._backwards = 0
 
@@ -68,6 +68,9 @@ class Postponed:
         token = _postponed.set(self)
         try:
             yield
+        except BaseException:
+            self.forget()  # else somebody else's wait would do it, for a step that there is not
+            raise
         finally:
             _postponed.reset(token)
         self._backwards += 1
@@ -79,11 +82,14 @@ class Postponed:
             self.do_one()
 
     def add_product(self, writer: Writer, one: torch.Tensor, other: torch.Tensor) -> None:
-        self._waiting.append(_Product(self._backwards, writer, one, other))
+        self._add(_Product(self._backwards, writer, one, other))
 
     def add_convolution(self, writer: Writer, find: Find) -> None:
-        self._waiting.append(_Convolution(self._backwards, writer, find))
-        while sum(isinstance(work, _Convolution) for work in self._waiting) > MOST_CONVOLUTIONS:
+        self._add(_Convolution(self._backwards, writer, find))
+
+    def _add(self, work: _Product | _Convolution) -> None:
+        self._waiting.append(work)
+        while self._most is not None and len(self._waiting) > self._most:
             self.do_one()
 
     def do_one(self) -> bool:

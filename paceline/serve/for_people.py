@@ -40,11 +40,16 @@ def is_json(content_type: str) -> bool:
     return content_type.partition(";")[0].strip().lower() == "application/json"
 
 
+def is_image(body: bytes, content_type: str) -> bool:
+    """Returns whether a body is said to be an image, or begins like one and is said to be nothing else."""
+    return content_type.startswith("image/") or (not is_json(content_type) and body.startswith(_IMAGES))
+
+
 def read_predict(body: bytes, content_type: str, specs: list[ServedTensor] | None) -> PredictRequest:
     """Returns what is in a body of any of these kinds."""
     if not is_json(content_type) and body.startswith(NPY_MAGIC):
         return _with_rows({_only(specs): _read_npy(body)}, specs, may_cast=True)
-    if content_type.startswith("image/") or (not is_json(content_type) and body.startswith(_IMAGES)):
+    if is_image(body, content_type):
         return _with_rows({_only(specs): _read_image(body, specs)}, specs, may_cast=True)
     data = decode_json(body, Any)
     given = data if isinstance(data, dict) else {_only(specs): data}

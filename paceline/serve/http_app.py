@@ -11,14 +11,13 @@ What is asked all the time, a row or a few, does not go through routes, tasks an
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import math
 import time
 from asyncio import Future
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version as version_of
 from importlib.resources import files
 from typing import Any
@@ -33,8 +32,9 @@ from starlette.types import Receive, Scope, Send
 
 from paceline.errors import PacelineError
 from paceline.serve.access_log import AccessLog
-from paceline.serve.for_people import PredictRequest, is_json, read_predict, write_predict
+from paceline.serve.for_people import PredictRequest, is_image, is_json, read_predict, write_predict
 from paceline.serve.http_request import GoneAway, HttpRequest, WhileThere
+from paceline.serve.image_reader import ImageReader
 from paceline.serve.model_pool import busy
 from paceline.serve.open_inference import (
     InferRequest,
@@ -89,7 +89,7 @@ class HttpApp:
     ) -> None:
         self._settings, self._model, self._description, self._log = settings, model, description, log
         self._inputs, self._outputs = description.inputs, description.outputs
-        self._reader = ThreadPoolExecutor(1, "paceline-images")  # one at a time: a picture may be large
+        self._reader = ImageReader()
         self._asking: dict[str, tuple[_Reader, _Writer]] = {
             "/predict": (self._read_predict, self._write_predict),
             f"/v2/models/{settings.name}/infer": (self._read_infer, self._write_infer),
@@ -141,15 +141,19 @@ class HttpApp:
         finally:
             self.note(scope, status, time.perf_counter() - began, size)
 
+    def close(self) -> None:
+        """Reads no more images."""
+        self._reader.close()
+
     # ── in short ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def is_asking(self, request: HttpRequest) -> bool:
-        """Returns whether it is one of those that `refused`, `begin` and `finish` are for. What may be an image is not:
-        to read one takes long."""
-        path = request.path
-        if request.scope["method"] != "POST" or path not in self._asking:
-            return False
-        return path != "/predict" or is_json(request.content_type)
+        """Returns whether it asks the model, so that it may be `refused`."""
+        return request.scope["method"] == "POST" and request.path in self._asking
+
+    def is_short(self, request: HttpRequest) -> bool:
+        """Returns whether `begin` and `finish` are for it. Not for what may be an image: to read one takes long."""
+        return request.path != "/predict" or is_json(request.content_type)
 
     def refused(self, request: HttpRequest) -> Response | None:
         """Returns what a request is told that could not be answered in time, by its headers alone; None: it might."""
@@ -226,9 +230,14 @@ class HttpApp:
         return self._write_infer(asked, await self._computed(request, asked.inputs, version))
 
     async def _predict(self, request: HttpRequest) -> Response:
-        body = await self._body(request)
-        asked = await asyncio.get_running_loop().run_in_executor(self._reader, self._read_predict, request, body)
-        return self._write_predict(asked, await self._computed(request, asked.inputs, None))
+        began, body = time.perf_counter(), await self._body(request)
+        if is_image(body, request.content_type):
+            with WhileThere(request.receive):
+                asked = await self._reader.read(partial(self._read_predict, request, body))
+        else:
+            asked = self._read_predict(request, body)
+        waited_s = time.perf_counter() - began
+        return self._write_predict(asked, await self._computed(request, asked.inputs, None, waited_s))
 
     def _read_infer(self, request: HttpRequest, body: bytes) -> InferRequest:
         return read_infer(body, request.json_length, self._inputs)
@@ -246,16 +255,20 @@ class HttpApp:
     def _write_predict(self, asked: PredictRequest, answer: ServedAnswer) -> Response:
         return Response(write_predict(self._settings.name, answer, asked), headers=_about(answer), media_type=_JSON)
 
-    async def _computed(self, request: HttpRequest, inputs: Arrays, version: int | None) -> ServedAnswer:
+    async def _computed(
+        self, request: HttpRequest, inputs: Arrays, version: int | None, waited_s: float = 0.0
+    ) -> ServedAnswer:
         with WhileThere(request.receive):
-            answer = await self._ask(request, inputs, version)
+            answer = await self._ask(request, inputs, version, waited_s)
         self._learn(inputs, answer)
         return answer
 
-    def _ask(self, request: HttpRequest, inputs: Arrays, version: int | None) -> Future[ServedAnswer]:
+    def _ask(
+        self, request: HttpRequest, inputs: Arrays, version: int | None, waited_s: float = 0.0
+    ) -> Future[ServedAnswer]:
         if self._description.declared:
             check_sizes(inputs, self._inputs or [])
-        deadline_s = request.deadline_s(self._settings.deadline_s)
+        deadline_s = max(0.0, request.deadline_s(self._settings.deadline_s) - waited_s)
         return self._model.ask(inputs, self._rows(inputs), deadline_s, version)
 
     def _rows(self, inputs: Arrays) -> int:

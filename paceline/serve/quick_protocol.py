@@ -34,7 +34,7 @@ _CLOSE = b"connection: close\r\n"
 
 
 class QuickProtocol(HttpToolsProtocol):
-    """One connection, of an application that has `is_asking`, `refused`, `begin`, `finish` and `note`."""
+    """One connection, of an application that has `is_asking`, `refused`, `is_short`, `begin`, `finish` and `note`."""
 
     _in_head = False  # a request has begun to arrive
     _in_body = False  # the head of a request has arrived, and not all of it
@@ -121,9 +121,10 @@ class QuickProtocol(HttpToolsProtocol):
                 if refused is not None:
                     self._refusing = True
                     self._write(refused, self._keeps_alive)
-                else:
+                    return
+                if app.is_short(request):
                     self._asking, self._pieces = request, []
-                return
+                    return
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import errno
 import gc
-import ipaddress
 import os
 import signal
 import socket
@@ -30,6 +29,7 @@ import uvloop
 from paceline.combining import Combination
 from paceline.errors import InvalidInput, LaunchError, PacelineError
 from paceline.launch.cores import allowed_cores, share_of_cores
+from paceline.net.secure import is_loopback
 from paceline.serve.access_log import AccessLog
 from paceline.serve.batching import RequestQueue
 from paceline.serve.ensemble_pool import EnsemblePool
@@ -120,7 +120,7 @@ async def _serve(settings: ServeSettings, log: AccessLog, listening: socket.sock
                 settings.deadline_s,
                 settings.most_body,
                 settings.token,
-                only_local=ipaddress.ip_address(listening.getsockname()[0]).is_loopback,
+                only_local=is_loopback(listening.getsockname()[0]),
             ),
             model,
             description,
@@ -139,6 +139,7 @@ async def _serve(settings: ServeSettings, log: AccessLog, listening: socket.sock
         server.should_exit = True
         await answering
         looking.cancel()
+        app.close()
     finally:
         beginning.cancel()
         await model.close()

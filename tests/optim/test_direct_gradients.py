@@ -181,7 +181,7 @@ def test_gradients_of_convolutions_wait_few_at_a_time() -> None:
     def waiting() -> list[bool]:
         return [bool((place == 7.0).all()) for place in places]
 
-    later = Postponed()
+    later = Postponed(2)
     with collector.step():
         y = x
         for weight in weights:
@@ -196,6 +196,27 @@ def test_gradients_of_convolutions_wait_few_at_a_time() -> None:
     collector.close()
     for place, wanted in zip(places, expected, strict=True):
         torch.testing.assert_close(place, wanted)
+
+
+def test_what_waits_of_a_backward_that_fails_is_done_by_nobody() -> None:
+    layer, place = nn.Linear(5, 5, bias=False), torch.full((5, 5), 7.0)
+    collector = GradientCollector([layer.weight], [IntoBuffer(place)])
+    later = Postponed()
+
+    def fails() -> None:
+        with collector.step(), later.backward():
+            plain(layer, torch.randn(3, 5)).backward()
+            raise ValueError("in the middle")
+
+    with pytest.raises(ValueError, match="in the middle"):
+        fails()
+    assert not later.do_one()
+    with collector.step(), later.backward():
+        plain(layer, torch.randn(3, 5)).backward()
+    collector.stop()  # given up while something waits
+    later.do_all()
+    collector.close()
+    assert torch.equal(place, torch.full((5, 5), 7.0))
 
 
 @pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}])

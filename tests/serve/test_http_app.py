@@ -19,6 +19,7 @@ from paceline.serve.access_log import AccessLog
 from paceline.serve.for_people import PredictRequest, read_predict
 from paceline.serve.http_app import HttpApp, HttpSettings
 from paceline.serve.http_request import HttpRequest
+from paceline.serve.image_reader import MOST_WAITING
 from paceline.serve.request_error import NOT_COMPUTED, RequestError
 from paceline.serve.served_model import ServedAnswer
 from paceline.serve.served_tensor import ModelDescription, ServedTensor
@@ -61,6 +62,7 @@ def told(
         names = [(name.replace("_", "-").lower().encode(), value.encode()) for name, value in headers.items()]
         request = HttpRequest({"method": "POST", "path": "/predict", "headers": names})
         assert app.is_asking(request)
+        assert app.is_short(request)
         begun = app.begin(request, json.dumps(body).encode())
         return begun if isinstance(begun, Response) else app.finish(request, begun)
 
@@ -89,7 +91,7 @@ def test_pages_of_others_may_not_ask_where_there_is_no_token() -> None:
     assert told([[1, 2, 3, 4]], declared=True, token=secret, **headers)[0] == 200  # it was told the token
 
 
-def test_others_are_answered_while_an_image_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_are_answered_while_images_are_read_of_which_few_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     may_end = threading.Event()
 
     def slow(body: bytes, content_type: str, specs: list[ServedTensor] | None) -> PredictRequest:
@@ -97,25 +99,37 @@ def test_others_are_answered_while_an_image_is_read(monkeypatch: pytest.MonkeyPa
         return read_predict(b"[[1, 2, 3, 4]]", content_type, specs)
 
     monkeypatch.setattr(http_app, "read_predict", slow)
-    heard: list[Any] = []
 
-    async def receive() -> Any:
-        return {"type": "http.request", "body": b"\x89PNG", "more_body": False}
+    async def status(app: HttpApp) -> int:
+        heard: list[Any] = []
 
-    async def send(message: Any) -> None:
-        heard.append(message)
+        async def receive() -> Any:
+            if heard_body.is_set():
+                await asyncio.sleep(60)  # the client is there
+            heard_body.set()
+            return {"type": "http.request", "body": b"\x89PNG", "more_body": False}
 
-    async def ask() -> None:
-        app = made_app(declared=True)
+        async def send(message: Any) -> None:
+            heard.append(message)
+
+        heard_body = asyncio.Event()
         scope = {"type": "http", "method": "POST", "path": "/predict", "headers": [], "query_string": b""}
-        assert not app.is_asking(HttpRequest(scope))
-        reading = asyncio.create_task(app(scope, receive, send))
-        await asyncio.sleep(0.05)
-        may_end.set()
-        await reading
+        assert app.is_asking(HttpRequest(scope))
+        assert not app.is_short(HttpRequest(scope))
+        await app(scope, receive, send)
+        return int(heard[0]["status"])
 
-    asyncio.run(ask())
-    assert heard[0]["status"] == 200
+    async def ask() -> tuple[list[int], int]:
+        app = made_app(declared=True)
+        reading = [asyncio.create_task(status(app)) for _ in range(MOST_WAITING)]
+        await asyncio.sleep(0.05)
+        one_more = await status(app)
+        may_end.set()
+        found = await asyncio.gather(*reading), one_more
+        app.close()
+        return found
+
+    assert asyncio.run(ask()) == ([200] * MOST_WAITING, 429)
 
 
 def test_what_is_said_to_be_json_is_read_as_nothing_else() -> None:

@@ -54,6 +54,9 @@ class Echo:
         refuses = dict(request.scope["headers"]).get(b"refuse") == b"yes"
         return JSONResponse({"error": "no"}, 429) if refuses else None
 
+    def is_short(self, request: HttpRequest) -> bool:
+        return b"long" not in dict(request.scope["headers"])
+
     def begin(self, request: HttpRequest, body: bytes) -> Any:
         if body == b"wrong":
             return JSONResponse({"error": "wrong"}, 400)
@@ -174,6 +177,8 @@ def test_who_is_answered_already_or_is_being_so_is_told_nothing_else(answers: An
             [post("Content-Length: 5", b"hello") + post("Refuse: yes\r\nContent-Length: 5", b"hello")],
             [ECHOED, ECHOED],  # it is behind another, so it is not refused on its headers
         ),
+        ([post("Long: yes\r\nContent-Length: 5", b"hello") * 2], [ECHOED] * 2),  # asks, but not in short
+        ([post("Long: yes\r\nRefuse: yes\r\nContent-Length: 5", b"hello")], [REFUSED]),
         ([post("Refuse: yes\r\nContent-Length: 40", LIVE)], [REFUSED]),  # what looks like a request is its body
     ],
 )

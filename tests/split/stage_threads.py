@@ -51,7 +51,7 @@ def pipeline(
     ends = threading.Event()
     devices = []
     for rank in range(split.stages):
-        peers = _Ending(arena, board, rank, rank, split.stages, 60.0)
+        peers = _Ending(arena, Board(board.descriptor), rank, rank, split.stages, 60.0)
         peers.ends = ends
         devices.append(Device(make(), StagesCut(split, peers), []))
     threads = [threading.Thread(target=_work, args=(device, loss, batches, last, ends)) for device in devices]

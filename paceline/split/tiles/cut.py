@@ -37,6 +37,8 @@ from paceline.split.tiles.tiled_forward import TiledForward
 from paceline.split.values import Tiles
 from paceline.torch_private import AnyBatchNorm, tree_map
 
+MOST_POSTPONED = 2  # gradients of weights: each keeps what its layer was given, and the gradient of what it gave
+
 
 class TilesCut(Cut):
     """Every device has a tile of each activation; parameters are whole, and gradients of most are summands."""
@@ -47,7 +49,7 @@ class TilesCut(Cut):
         self._tiled = TiledForward(Grid(split, peers))
         self._replaced: tuple[nn.Module, Callable[..., Any]] | None = None  # a model's forward
         self._norms: dict[nn.Module, TiledBatchNorm] = {}
-        self._later = Postponed()  # gradients of convolutions
+        self._later = Postponed(MOST_POSTPONED)  # gradients of weights
         self._head: set[str] = set()
         self._buffers: set[str] = set()
 
