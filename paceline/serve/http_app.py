@@ -230,7 +230,8 @@ class HttpApp:
         return self._write_infer(asked, await self._computed(request, asked.inputs, version))
 
     async def _predict(self, request: HttpRequest) -> Response:
-        began, body = time.perf_counter(), await self._body(request)
+        body = await self._body(request)
+        began = time.perf_counter()  # that its client has sent slowly is not this server's time
         if is_image(body, request.content_type):
             with WhileThere(request.receive):
                 asked = await self._reader.read(partial(self._read_predict, request, body))
