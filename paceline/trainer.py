@@ -40,6 +40,7 @@ from paceline.optim.models import evaluating
 from paceline.rules import Rule
 from paceline.run_place import find_place, settle
 from paceline.split.cut import Loss
+from paceline.step_trials import StepTrials
 from paceline.stoppable_calls import StoppableCalls, around
 from paceline.strategy import Strategy, limited
 from paceline.trial_values import find_trial
@@ -93,8 +94,8 @@ class Trainer:
         )
         precision.prepare(model, optimizer)
         passes = Passes(precision.of(loss), accumulate, self._place.slow)
-        training = Training(model, optimizer, scheduler, clip_norm, passes, self._place, precision)
-        self._loop = TrainingLoop(training, open_engine(training))
+        training = Training(model, optimizer, scheduler, clip_norm, passes, self._place, precision, StepTrials)
+        self._loop = TrainingLoop(training, open_engine)
         self._calls = StoppableCalls()  # of the model, beside its training
 
     # ── what a user may ask ──────────────────────────────────────────────────────────────────────────────

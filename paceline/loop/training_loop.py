@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,7 @@ from paceline.loop.script_position import ScriptPosition
 from paceline.loop.step_clock import StepClock
 from paceline.loop.telling import Telling, by_name
 from paceline.optim.models import evaluating
+from paceline.profile.trials import Trials
 from paceline.run_place import INTERRUPTED, Place
 from paceline.split.cut import call_model, first_call
 from paceline.split.layout.show import tell_dims
@@ -66,13 +67,14 @@ class Training:
     passes: Passes
     place: Place
     precision: AsItIs
+    trials: Callable[[Training, Feed, Ledger], Trials]  # of strategies, for a profile
 
 
 class TrainingLoop:
     """How one process goes through the data."""
 
-    def __init__(self, training: Training, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, training: Training, open_engine: Callable[[Training], Engine]) -> None:
+        engine = self.engine = open_engine(training)
         self._training = training
         self._model, self._optimizer = training.model, training.optimizer
         self._passes, self._place = training.passes, training.place
@@ -222,7 +224,8 @@ class TrainingLoop:
             from paceline.profile.step_times import StepWork
 
             work = StepWork(self._passes.loss, self._model, batch, lambda returned: read_loss(returned, "in a profile"))
-            profiler = Profiler(work, self._optimizer, request, self._place.dims, self._passes.accumulate)
+            trials = self._training.trials(self._training, chapter.feed, chapter.ledger)
+            profiler = Profiler(work, self._optimizer, request, self._place.dims, self._passes.accumulate, trials)
             steps = chapter.expected_steps if chapter.feed.length is not None else None
             tell_profile(profiler, chapter.feed, chapter.ledger, drawn.batches[0].work.epoch, steps, Path(request.path))
             raise SystemExit(0)

@@ -18,7 +18,7 @@ from paceline.plan.exchange_costs import ExchangeCosts
 from paceline.plan.memory_use import MemoryUse
 from paceline.plan.prediction import Prediction, TimePart, total
 from paceline.plan.share_compute import ShareCompute
-from paceline.profile.values import CutTrial, Profile, ShareTime, Timing
+from paceline.profile.values import CutTrial, Profile, ShareTime, StepTrial, Timing
 from paceline.rules import Async, Rule, Sync
 from paceline.strategy import Centralized, Mirrored, Strategy
 
@@ -259,7 +259,10 @@ class StepPredictor:
         exact: bool = True,
     ) -> Prediction:
         """Returns a prediction from the parts of its step; `memory`: of a device, and of a host."""
-        step = self._learned(family, total(list(parts.values())))
+        trial = self._trial(strategy, hosts)
+        if trial is not None:
+            parts = _as_tried(parts, trial)
+        step = self._learned(family, trial.timing if trial is not None else total(list(parts.values())))
         shown = {what: part for what, part in parts.items() if abs(part.seconds) > 1e-7}
         samples_per_s = self.profile.batch_size / step.seconds
         of_device, of_host = memory
@@ -291,6 +294,14 @@ class StepPredictor:
             exact=exact,
         )
 
+    def _trial(self, strategy: Strategy, hosts: int) -> StepTrial | None:
+        """Returns what was tried of it on this machine, if that is the cluster."""
+        cluster, profile = self.cluster, self.profile
+        measured = max(share.threads for share in profile.shares)
+        if hosts > 1 or cluster.hosts > 1 or cluster.device is not None or cluster.cores != measured:
+            return None
+        return profile.trial(strategy)
+
     def _learned(self, family: str, step: Timing) -> Timing:
         """Returns a time as runs have shown that such predictions come out; and as wide as they have been off."""
         spread = self.calibration.step_spread
@@ -304,6 +315,16 @@ class StepPredictor:
         below = math.hypot(step.seconds - step.low, 1.65 * spread * step.seconds) * factor
         above = math.hypot(step.high - step.seconds, 1.65 * spread * step.seconds) * factor
         return Timing(seconds, max(0.05 * seconds, seconds - below), seconds + above)
+
+
+def _as_tried(parts: dict[str, Timing], trial: StepTrial) -> dict[str, Timing]:
+    """Returns the parts of a step as it was tried: of computing it is known, what is beyond is divided as predicted."""
+    computed = trial.timing.times(trial.computed_s / trial.timing.seconds)
+    rest = {what: part.seconds for what, part in parts.items() if what != "compute" and part.seconds > 0}
+    left = trial.timing.seconds - computed.seconds
+    shares = {what: seconds / sum(rest.values()) for what, seconds in rest.items()} or {"exchange": 1.0}
+    beyond = {what: left * seconds for what, seconds in shares.items()}
+    return {"compute": computed} | {what: Timing(seconds, seconds, seconds) for what, seconds in beyond.items()}
 
 
 def fastest(predictions: Sequence[Prediction]) -> list[Prediction]:

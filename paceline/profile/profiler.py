@@ -7,7 +7,7 @@ import re
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,30 +29,41 @@ from paceline.profile.layers import layer_times
 from paceline.profile.neighbours import on_cores
 from paceline.profile.optimizer_times import reference_update_time, update_time
 from paceline.profile.step_times import StepWork, count_flops, kept_bytes, repeat, share_times
-from paceline.profile.values import CutTrial, Profile, ProfileRequest, Timing
+from paceline.profile.trials import LONG_S, Trials, about, worth_trying
+from paceline.profile.values import CutTrial, Profile, ProfileRequest, ShareTime, StepTrial, Timing
 from paceline.profile.virtual_devices import try_cut
 from paceline.split.layout.show import dims_in
 from paceline.split.values import BATCH, Layout, Split, Stages, Tiles, Wavefront
+from paceline.strategy import Mirrored, Strategy
 from paceline.torch_private import AnyBatchNorm
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 _MOST_LAYOUTS = 3
 BUSY_MACHINE = 0.3  # cores that others use, from which on it is said
-_CUT_S = 1.5  # after which no more rounds of one cut are made
-_SHARES_OF_BUDGET = {"shares": 0.4, "rest": 0.55}  # the other time is for cuts
+_CUT_S = 0.8  # after which no more rounds of one cut are made
+_SHARES_OF_BUDGET = {"shares": 0.3, "rest": 0.4, "trials": 0.62}  # the other time is for cuts
+_LEAST_OF_A_TRIAL = 14  # steps
+_LATEST = 1.2  # of the budget, for a trial that is under way
 
 
 class Profiler:
     """Measures one step of a script's."""
 
     def __init__(
-        self, work: StepWork, optimizer: Optimizer, request: ProfileRequest, dims: Mapping[str, str], accumulate: int
+        self,
+        work: StepWork,
+        optimizer: Optimizer,
+        request: ProfileRequest,
+        dims: Mapping[str, str],
+        accumulate: int,
+        trials: Trials,
     ) -> None:
         self._work, self._optimizer, self._request = work, optimizer, request
         self._dims, self._accumulate = dims, accumulate
         self._began = time.monotonic()
         self._cores = sorted(os.sched_getaffinity(0))[: request.cores]
+        self._trials = trials
         self._left_out: list[str] = []
 
     def _until(self, share: float) -> float:
@@ -76,7 +87,9 @@ class Profiler:
             if time.monotonic() < self._until(_SHARES_OF_BUDGET["rest"]):
                 with suppress(Exception):  # a counter of torch's, for words only
                     flops = count_flops(work)
-            cuts = self._cuts()
+            tried = self._tried(shares)
+            cuts = self._cuts(tried, self._until(1.0) - _LEAST_OF_A_TRIAL * _of_all(shares, work.samples))
+        tried += self._try(Mirrored(), _of_all(shares, work.samples), self._until(_LATEST))  # which trains the model
         parameters = list(model.parameters())
         trained = [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]
         return Profile(
@@ -107,6 +120,7 @@ class Profiler:
             flops=None if flops is None else flops * self._accumulate,
             batchnorms=sum(isinstance(module, AnyBatchNorm) for module in model.modules()),
             cuts=tuple(cuts),
+            trials=tuple(tried),
             seconds=time.monotonic() - self._began,
             left_out=tuple(self._left_out),
         )
@@ -118,10 +132,28 @@ class Profiler:
         lasted, _ = repeat(lambda: feed.load(ledger, epoch, rows), self._until(0.6), long_s=0.1)
         return lasted
 
+    # ── steps as they really are ─────────────────────────────────────────────────────────────────────────
+
+    def _tried(self, shares: Sequence[ShareTime]) -> list[StepTrial]:
+        """Returns the steps of replicas on this machine."""
+        cores, found = len(self._cores), list[StepTrial]()
+        for strategy in worth_trying(cores, self._work.samples):
+            guess_s = about(strategy, shares, found, cores)
+            found += self._try(strategy, guess_s, self._until(_SHARES_OF_BUDGET["trials"]))
+        return found
+
+    def _try(self, strategy: Strategy, guess_s: float, until: float) -> list[StepTrial]:
+        """Returns what was tried of a strategy, if there is time for it."""
+        if time.monotonic() + _LEAST_OF_A_TRIAL * guess_s > until:
+            return []
+        found = self._trials.measure(strategy, tuple(self._cores), guess_s, LONG_S, until)
+        return [found] if found is not None else []
+
     # ── cuts ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _cuts(self) -> list[CutTrial]:
-        """Tries every way to cut the model that could be one for it, as long as there is time."""
+    def _cuts(self, tried: list[StepTrial], until: float) -> list[CutTrial]:
+        """Tries every way to cut the model that could be one for it, until it is time. Of those that devices of this
+        machine can compute, `tried` gets the real step as well."""
         found: list[CutTrial] = []
         with tempfile.TemporaryDirectory(prefix="paceline-profile-") as scratch, warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -129,12 +161,15 @@ class Profiler:
                 os.environ[CACHE] = scratch
             last = 0.0
             for split, samples in self._ways():
-                if time.monotonic() + 1.3 * last > self._until(1.0):
+                if time.monotonic() + 1.3 * last > until:
                     self._left_out.append(f"a cut by {split.words}, for lack of time (--budget)")
                     continue
                 began = time.monotonic()
-                latency_s, until = self._request.mailbox_s, min(self._until(1.0), began + _CUT_S)
-                found.append(try_cut(self._work, split, samples, self._dims, latency_s, self._cores, until))
+                latency_s, soon = self._request.mailbox_s, min(until, began + _CUT_S)
+                trial = try_cut(self._work, split, samples, self._dims, latency_s, self._cores, soon)
+                found.append(trial)
+                if trial.timing is not None and split.devices == len(self._cores):
+                    tried += self._try(Mirrored(split=split), trial.timing.seconds, until)
                 last = time.monotonic() - began
         return found
 
@@ -182,6 +217,12 @@ class Profiler:
         # Two dims of one parameter cannot both lie along one axis.
         pair = len(ordered) > 1 and not any({*ordered[:2]} <= dims for dims in together)
         return [*single, *([dict.fromkeys(ordered[:2], "model")] if pair else [])]
+
+
+def _of_all(shares: Sequence[ShareTime], samples: int) -> float:
+    """Returns the seconds of the whole batch by all cores, or by what was measured instead."""
+    largest = max(share.samples for share in shares)
+    return min(share.timing.seconds for share in shares if share.samples == largest) * samples / largest
 
 
 def tell_profile(profiler: Profiler, feed: Feed, ledger: Ledger, epoch: int, steps: int | None, path: Path) -> None:

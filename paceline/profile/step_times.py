@@ -26,7 +26,7 @@ from paceline.split.stages.micro_batches import length_of, part_of
 
 MOST_SIZES = 6
 REPETITIONS = (4, 40)  # at least, at most
-_LONG_S = 0.25  # of repetitions of one size
+_LONG_S = 0.15  # of repetitions of one size
 _DISTURBED = 0.25  # cores that others use
 
 

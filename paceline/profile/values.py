@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from paceline.split.values import Split
+from paceline.strategy import Strategy
 
 
 class ProfileRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +70,14 @@ class CutTrial(msgspec.Struct, frozen=True, kw_only=True):
     why_not: str | None = None
 
 
+class StepTrial(msgspec.Struct, frozen=True, kw_only=True):
+    """A step as it was when this machine made some by that strategy, with copies of the model."""
+
+    strategy: Strategy
+    timing: Timing
+    computed_s: float  # of that, forward and backward
+
+
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """What a step of a script costs."""
 
@@ -99,9 +108,14 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     flops: float | None  # of forward and backward of the whole batch; None: not counted
     batchnorms: int
     cuts: tuple[CutTrial, ...] = ()
+    trials: tuple[StepTrial, ...] = ()  # of what this machine can run itself
     seconds: float = 0.0  # that measuring took
     left_out: tuple[str, ...] = ()  # for lack of time, in words
     traced: bool = False  # computing was not measured here: its times are those of a trace
+
+    def trial(self, strategy: Strategy) -> StepTrial | None:
+        """Returns what was tried of a strategy, if it was."""
+        return next((trial for trial in self.trials if trial.strategy == strategy), None)
 
     @property
     def works(self) -> float:
