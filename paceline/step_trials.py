@@ -75,8 +75,8 @@ class StepTrials:
     def measure(
         self, strategy: Strategy, cores: tuple[int, ...], guess_s: float, long_s: float, until: float
     ) -> StepTrial | None:
-        """Returns what a step takes, of as many as `long_s` has if each takes `guess_s`; None if it cannot be told until
-        then."""
+        """Returns what a step takes, of as many as `long_s` has if each takes `guess_s`; None if that cannot be told
+        until then."""
         steps = WARM_UP + min(MOST, max(LEAST, round(long_s / max(1e-6, guess_s))))
         count = strategy.processes
         if not self.possible or not self._fits(strategy):

@@ -16,6 +16,11 @@ LONG_S = 0.3  # of the steps of one
 class Trials(Protocol):
     """Makes steps of the script by a strategy, with copies of its model (`paceline.step_trials`)."""
 
+    @property
+    def possible(self) -> bool:
+        """Whether any can be tried."""
+        ...
+
     def measure(
         self, strategy: Strategy, cores: tuple[int, ...], guess_s: float, long_s: float, until: float
     ) -> StepTrial | None:
