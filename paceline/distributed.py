@@ -80,6 +80,8 @@ def distribute(model: Model, optimizer: SomeOptimizer) -> tuple[Model, SomeOptim
     if not strategy.on_servers and strategy.steps_locally:
         field, value = ("gossip", "set") if strategy.gossip else ("every", strategy.every)
         raise StrategyError(field, value, "a loop of one's own exchanges gradients at each backward; use pl.Trainer")
+    if not strategy.on_servers and strategy.overlap:
+        raise StrategyError("overlap", "set", "a loop of one's own waits for its updates itself; use pl.Trainer")
     if matrix_rank(strategy.wire) is not None:
         raise StrategyError("wire", strategy.wire, "a loop of one's own keeps no bases; use pl.Trainer, or topk:0.01")
     if where.slow:

@@ -81,6 +81,7 @@ class Mirrored(_Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True,
 
     batchnorm: str = "exact"  # statistics over the whole batch, or (local) over each replica's part
     table_servers: int = 0  # that hold the sparse embeddings, if any do
+    overlap: bool = False  # what hosts have sent is applied while the next forward runs
     every: int = 1  # steps after which hosts exchange what they have come to; 1: gradients, in each step
     gossip: bool = False  # each host with one other, instead of all with all
     outer_momentum: float = 0.0  # of the step that is made of what all hosts have come to
@@ -97,6 +98,7 @@ class Mirrored(_Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True,
         _check_whole("table_servers", self.table_servers, 0, MOST_SERVERS)
         _check_whole("every", self.every, 1)
         self._check_local_steps()
+        self._check_overlap()
         if self.split is not None and matrix_rank(self.wire) is not None:
             raise StrategyError("wire", self.wire, "matrices of a cut model lie in parts, give another wire")
         if self.split is not None and self.exchange == "collective":
@@ -127,6 +129,20 @@ class Mirrored(_Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True,
         if self.gossip and self.wire != "fp32":
             raise StrategyError("wire", self.wire, "neighbours exchange the parameters themselves, give fp32")
 
+    def _check_overlap(self) -> None:
+        if not self.overlap:
+            return
+        why = None
+        if self.split is not None:
+            why = "devices of a cut model wait for one another in each forward anyway, leave it out"
+        elif self.table_servers:
+            why = "tables on servers are updated before a step returns, leave it out"
+        elif self.steps_locally:
+            flag = "--gossip" if self.gossip else "--every"
+            why = f"with {flag} no gradient is sent that forward could hide, give only one of them"
+        if why is not None:
+            raise StrategyError("overlap", "set", why)
+
     @property
     def steps_locally(self) -> bool:
         """Whether each host makes steps of its own, and hosts exchange parameters instead of gradients."""
@@ -146,7 +162,8 @@ class Mirrored(_Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True,
         """What `paceline run` is given to have this strategy."""
         tables = ["--only", "sparse", "--servers", str(self.table_servers)] if self.table_servers else []
         own = _given(self, {name: _flag(name) for name in ("batchnorm", "every", "outer_momentum", "outer_lr")})
-        return [*self._common_flags(), *own, *(["--gossip"] if self.gossip else []), *tables]
+        set_ = [f"--{name}" for name in ("overlap", "gossip") if getattr(self, name)]
+        return [*self._common_flags(), *own, *set_, *tables]
 
 
 class Centralized(_Strategy, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="centralized"):

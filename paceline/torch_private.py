@@ -275,6 +275,34 @@ def function_modes() -> list[Any]:
     return torch.overrides._get_current_function_mode_stack()  # type: ignore[no-any-return, no-untyped-call]
 
 
+def add_function_mode(mode: Any) -> None:
+    """Makes a `TorchFunctionMode` active beneath all that are: who leaves one of those takes away the uppermost. A
+    default device's is the lowest, and torch insists on that."""
+    import torch
+    from torch.utils._device import DeviceContext
+
+    above = function_modes()
+    lowest = sum(isinstance(other, DeviceContext) for other in above[:1])
+    for _ in above[lowest:]:
+        torch.overrides._pop_mode()  # type: ignore[no-untyped-call]
+    for other in (mode, *above[lowest:]):
+        torch.overrides._push_mode(other)  # type: ignore[no-untyped-call]
+
+
+def remove_function_mode(mode: Any) -> None:
+    """Takes it away, wherever it is; if it is not active, nothing changes."""
+    import torch
+
+    active = function_modes()
+    if mode not in active:
+        return
+    above = active[active.index(mode) :]
+    for _ in above:
+        torch.overrides._pop_mode()  # type: ignore[no-untyped-call]
+    for other in above[1:]:
+        torch.overrides._push_mode(other)  # type: ignore[no-untyped-call]
+
+
 def inside_forward_derivative() -> bool:
     """Whether derivatives are being taken forwards."""
     from torch.autograd import forward_ad

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from paceline.cli import Parser, complain, was_given
 from paceline.cli.cut import CUT_FLAGS
 from paceline.cli.plan import find_calibration, find_profile
-from paceline.cli.run_plan import LOCAL_STEPS
+from paceline.cli.run_plan import BETWEEN_HOSTS
 from paceline.errors import StrategyError
 from paceline.plan.after_run import cluster_here
 from paceline.plan.report import make_report
@@ -17,7 +17,7 @@ from paceline.plan.report import make_report
 _DECIDED = (
     *("replicas", "nproc_per_node", "wire", "batchnorm", "exchange", "servers", "only", "accept", "async", "bounded"),
     *("stale", "stale_lr", "warmup_steps", "warmup_epochs", "durability", "in_graph", "join", "devices"),
-    *LOCAL_STEPS,
+    *BETWEEN_HOSTS,
     *CUT_FLAGS,
 )
 _OF_HOSTS = ("hosts", "host", "rdzv_endpoint", "master_addr", "master_port", "emulate", "on")

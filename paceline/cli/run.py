@@ -191,6 +191,12 @@ def add_strategy_arguments(parser: argparse.ArgumentParser) -> None:
         help="of gradients between hosts: fp32 (default), bf16, fp16, int8, topk:0.01, powersgd:4",
     )
     group.add_argument(
+        "--overlap",
+        action="store_true",
+        default=None,
+        help="of hosts: the next forward runs while gradients still travel; a lost host then ends the run",
+    )
+    group.add_argument(
         "--every", type=whole("every", 1), metavar="N", help="hosts exchange after every N steps, default 1"
     )
     group.add_argument(

@@ -95,6 +95,8 @@ def why_no_death_is_survived(given: Mapping[str, Any], strategy: Strategy) -> st
         return "of a cut model, which needs all its devices"
     if strategy.steps_locally:
         return f"with {'--gossip' if strategy.gossip else '--every'}, where each host has steps of its own"
+    if strategy.overlap:
+        return "with --overlap, where a step returns before it is complete"
     if strategy.exchange == "collective":
         return "with --exchange collective"
     return None

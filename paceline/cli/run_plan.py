@@ -51,6 +51,7 @@ _SETTINGS = {
     **dict.fromkeys(CUT_FLAGS, "split"),
 }
 LOCAL_STEPS = ("every", "gossip", "outer_momentum", "outer_lr")  # of hosts that each make steps of their own
+BETWEEN_HOSTS = ("overlap", *LOCAL_STEPS)
 _OF_RULES = ("accept", "async", "bounded", "stale", "stale_lr")
 _OF_SERVERS = (*_OF_RULES, "durability", "warmup_epochs", "warmup_steps", "in_graph")
 _JOINED = ("join", "container", "token", "keys")
@@ -305,7 +306,7 @@ def resolve(options: argparse.Namespace) -> RunPlan:
         check_hosts(given, hosts, strategy, on_failure)
     elif given.get("every") != 1 and not by_collectives(strategy):
         expected = "replicas of one host share memory and send nothing, it is for several hosts, leave it out"
-        refuse(given, LOCAL_STEPS, expected)
+        refuse(given, BETWEEN_HOSTS, expected)
     if "operation_timeout_s" in given:
         _check_operation_timeout(given["operation_timeout_s"], strategy, hosts, on_failure)
     if "slow" in given:
@@ -381,7 +382,7 @@ def addresses(field: str, text: str) -> list[str]:
 
 def _strategy(given: Mapping[str, Any], replicas: int, split: Split | None) -> Strategy:
     common = {name: given[name] for name in ("wire", "exchange", "timeout_s") if name in given}
-    mirrored = {name: given[name] for name in ("batchnorm", *LOCAL_STEPS) if name in given}
+    mirrored = {name: given[name] for name in ("batchnorm", *BETWEEN_HOSTS) if name in given}
     if "only" in given:
         one_of("only", given["only"], ("sparse",))
         if "servers" not in given:
@@ -393,7 +394,7 @@ def _strategy(given: Mapping[str, Any], replicas: int, split: Split | None) -> S
     if not {"servers", "join", "in_graph"} & given.keys():
         refuse(given, _OF_SERVERS, "it needs servers, give --servers 1 or more")
         return Mirrored(replicas=replicas, split=split, **common, **mirrored)
-    refuse(given, LOCAL_STEPS, "with servers replicas push at each step, leave it out")
+    refuse(given, BETWEEN_HOSTS, "with servers replicas push at each step, leave it out")
     if given.get("batchnorm", "local") != "local":
         raise StrategyError("batchnorm", given["batchnorm"], "with servers statistics are local, leave it out")
     servers = len(addresses("join", given["join"])) if "join" in given else given.get("servers", 0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paceline.cli.run_plan import LOCAL_STEPS, RunPlan
+from paceline.cli.run_plan import BETWEEN_HOSTS, RunPlan
 from paceline.cli.run_rendezvous import by_collectives
 from paceline.net.secure import is_loopback
 
@@ -56,7 +56,7 @@ def _no_restart(plan: RunPlan) -> bool:
 
 _TABLE: tuple[tuple[str, Condition, str], ...] = (
     ("wire", _nothing_on_a_link, "no gradient crosses a link"),
-    *((flag, _nothing_on_a_link, "no gradient crosses a link") for flag in LOCAL_STEPS),
+    *((flag, _nothing_on_a_link, "no gradient crosses a link") for flag in BETWEEN_HOSTS),
     ("outer_lr", _no_local_steps, "hosts make no steps by themselves"),
     ("batchnorm", lambda plan: plan.strategy.replicas == 1, "there is one replica"),
     ("batchnorm", lambda plan: plan.strategy.on_servers, "with servers each replica has its own statistics"),

@@ -48,7 +48,7 @@ from paceline.mirrored.step_parts import DecidedStep
 from paceline.mirrored.wire_memory import WireMemory
 
 BUCKET_BYTES = 2 << 20  # of each owner: what is left to do when the last one has come back is short
-_AT_ONCE = 4  # buckets under way
+AT_ONCE = 4  # buckets under way
 _BUCKET_BITS = 16
 _LOOK_EVERY_S = 0.0003
 _LONGEST_END_S = 1.0  # of what is under way when its connections are closed
@@ -77,10 +77,10 @@ class BetweenHosts(OneHost):
         self._view = -1  # that they are of
         self._members = Members(0, 0, (), together.replica)
         self._tries_again = True  # whatever is being exchanged, after a link has broken
-        self._threads = LinkThreads(1 + _AT_ONCE)
+        self._threads = LinkThreads(1 + AT_ONCE)
         self._sending: Future[None] | None = None  # buckets, as they are complete
-        self._sent: list[Future[None]] = []  # by bucket: done when it is back
-        self._bucket_of: dict[int, int] = {}  # by chunk of this owner
+        self._sent: list[Future[None]] = []  # buckets, in the order of sending: done when it is back
+        self._place_of: dict[int, int] = {}  # in that order, by chunk of this owner
         self._tag = 0
         self._touched: Sequence[int] = ()  # by slot, in the step that is being made
         self._waiting_for: list[set[int]] = []  # by bucket: slots whose gradients have not landed yet
@@ -250,22 +250,34 @@ class BetweenHosts(OneHost):
     def begin(self, members: Members, number: int) -> None:
         self.enter(members)
         self._let_end()
+        self._expect_gradients(members)
+        self._begin_sending(members)
+
+    def _expect_gradients(self, members: Members) -> None:
+        """None of this try has landed yet."""
         self._tag = members.tag
         self._landed = 0
         slots_of = [[piece.slot for piece in chunk.pieces] for chunk in self._arena.layout.chunks]
         buckets = len(self._owner.buckets(members.first))
         self._waiting_for = [set() for _ in range(buckets)]
-        owners = members.ranks[: members.lanes]
-        for rank in owners:
+        for rank in members.ranks[: members.lanes]:
             for index, bucket in enumerate(self._owner.buckets(rank)):
                 for chunk in bucket:
                     self._waiting_for[index].update(slots_of[chunk])
         self._report()
-        self._bucket_of = {}
-        if members.replica in owners:
+
+    def _begin_sending(self, members: Members) -> None:
+        """From now on whatever has landed is sent."""
+        self._place_of = {}
+        if members.replica in members.ranks[: members.lanes]:
             own = self._owner.buckets(members.replica)
-            self._bucket_of = {chunk: index for index, bucket in enumerate(own) for chunk in bucket}
-            self._sending = self._threads.submit(self._send, members, own, self._sent)
+            order = self._order(len(own))
+            self._place_of = {chunk: place for place, index in enumerate(order) for chunk in own[index]}
+            self._sending = self._threads.submit(self._send, members, own, order, self._sent)
+
+    def _order(self, buckets: int) -> Sequence[int]:
+        """Returns in which order so many are sent, the same on all hosts, from 0 on: as they land."""
+        return range(buckets)
 
     def _landed_slot(self, slot: int) -> None:
         """The gradient of `slot` is complete in this replica's buffer."""
@@ -290,8 +302,8 @@ class BetweenHosts(OneHost):
         self._touched = step.touched
 
     def arrived(self, chunk: int) -> None:
-        if (bucket := self._bucket_of.get(chunk)) is not None:  # else it was a dead owner's, and is all there
-            self._await(self._sent[bucket])
+        if (place := self._place_of.get(chunk)) is not None:  # else it was a dead owner's, and is all there
+            self._await(self._sent[place])
         self._memory.keep_untouched(chunk, self._touched)  # by whoever updates the chunk: its owner may have died
 
     def _await(self, *futures: Future[None]) -> None:
@@ -318,13 +330,15 @@ class BetweenHosts(OneHost):
     def _report(self) -> None:
         self._together.board.set(self._together.replica, Word.LANDED, self._tag << _BUCKET_BITS | self._landed)
 
-    def _send(self, members: Members, buckets: Sequence[Sequence[int]], sent: list[Future[None]]) -> None:
+    def _send(
+        self, members: Members, buckets: Sequence[Sequence[int]], order: Sequence[int], sent: list[Future[None]]
+    ) -> None:
         weights: dict[int, float] | None = None
-        for index, bucket in enumerate(buckets):
+        for index in order:
             self._await_bucket(members, index)
             if index == 0 and self._counts:
                 weights = self._weights(members)
-            sent.append(self._threads.submit(self._send_bucket, members, bucket, weights))
+            sent.append(self._threads.submit(self._send_bucket, members, buckets[index], weights))
 
     def _send_bucket(self, members: Members, bucket: Sequence[int], weights: Mapping[int, float] | None) -> None:
         for first, last in self._runs(bucket):

@@ -52,6 +52,7 @@ from paceline.optim.models import lent
 from paceline.optim.shard_optimizer import ShardOptimizer
 from paceline.split.cut import Check, Cut, Function, Loss
 from paceline.stoppable_calls import check_in_time, in_time
+from paceline.torch_private import is_compiled
 
 
 class MirroredEngine(LockstepEngine):
@@ -93,7 +94,8 @@ class MirroredEngine(LockstepEngine):
         )
         shared.join() if joining else shared.share()
         self._optimizer = ShardOptimizer(optimizer, shared.arena, shared.states)
-        owner = Owner(together, shared.arena, self._optimizer, hosts.bucket_bytes, hosts.arrived)
+        updating = self._optimizer.beside() if hosts.overlaps else self._optimizer  # else in this thread
+        owner = Owner(together, shared.arena, updating, hosts.bucket_bytes, hosts.arrived)
         self._sums = SharedSums(together, shared.arena)
         hosts.open(shared.arena, owner, self._sums, shared.buffers)
         self._logged = LoggedNumbers(together, shared.arena, hosts)
@@ -107,12 +109,15 @@ class MirroredEngine(LockstepEngine):
         self._statistics = BatchStatistics(model, self._sums, hosts, self._row, devices, exact=batchnorm == "exact")
         self._joining = Joining(together, shared.arena, self._part.publish_buffers, lambda: self.state_for_joining())
         self._elsewhere = elsewhere or StepPart()
-        shard = OwnShard(owner, self._part.rows, self._show_gradients, hosts.squared_norm_of_all)
+        shard = OwnShard(owner, self._part.rows, self._show_gradients, hosts.squared_norm_of_all, hosts.update_shards)
         self._parts = [self._statistics, self._part, hosts, self._joining, self._elsewhere, shard]
         if self._board.replicas > 1 and cut is None and copy is None and (hosts.sums_gradients or not hosts.several):
             self._parts.append(ScriptWrites(shared.arena))
         self._count = 0  # members of the step, on all hosts
         self._step: DecidedStep | None = None  # the last
+        self._incomplete: DecidedStep | None = None  # the same, while its updates are still under way
+        if hosts.overlaps:
+            hosts.on_touch = self._complete
         self._kept: dict[str, torch.Tensor] = {}  # for the checkpoint that is being written
         self._states_elsewhere: OptimizerStates = {}  # the same
         self._board.host_set(HostWord.MODEL, shared.fingerprint())
@@ -142,6 +147,7 @@ class MirroredEngine(LockstepEngine):
 
     @contextmanager
     def whole_model(self) -> Iterator[nn.Module]:
+        self._complete()
         with lent(self.model, self._hosts.newest()), self._part.old_values_allowed():
             yield self.model
 
@@ -165,8 +171,19 @@ class MirroredEngine(LockstepEngine):
         self._together.attempt(one_try)
         self._board.enter(self._row, Phase.BETWEEN)
 
+    def _complete(self) -> None:
+        """Returns when the last step is complete."""
+        self._hosts.complete()
+        if (step := self._incomplete) is None:
+            return
+        self._incomplete = None
+        for part in reversed(self._parts):  # a device takes over what hosts have made of the parameters
+            part.closed()
+        self._board.host_set(HostWord.CLOSED, step.members.op)
+
     def _settle(self) -> None:
         """Returns when all hosts have the same parameters, wherever they are computed with."""
+        self._complete()
         if self._hosts.apart:
             self._part.settling()
         if self._hosts.settle():
@@ -216,13 +233,19 @@ class MirroredEngine(LockstepEngine):
 
     def train(self, loss: Loss, batch: Any, weight: Weight, check: Check) -> LossPart:
         if self._hosts.sums_gradients and self._part.devices == 1:  # gradients are weighed while backward still runs
-            return self._part.train(loss, batch, weight, lambda returned: self._count_early(check(returned), weight))
+            return self._part.train(loss, batch, weight, lambda returned: self._after_forward(check(returned), weight))
         return self._part.train(loss, batch, weight, check)
 
-    def _count_early(self, found: FoundLoss, weight: Weight) -> FoundLoss:
+    def _after_forward(self, found: FoundLoss, weight: Weight) -> FoundLoss:
+        self._begin_backward()
         before = self._board.get_float(self._row, Word.COUNT)
         self._say_count(found.part(weight), max(0.0, before))
         return found
+
+    def _begin_backward(self) -> None:
+        """What the step before has left where gradients go is not needed any more."""
+        self._complete()
+        self._hosts.begin_backward()
 
     def _say_count(self, part: LossPart, before: float = 0.0) -> None:
         """Writes down what this replica's loss is a sum over, beside what was counted `before`."""
@@ -258,11 +281,11 @@ class MirroredEngine(LockstepEngine):
             scale = min(1.0, self._clip_norm / (length + 1e-6))
         for part in self._parts:
             part.update(step, scale)
-        for part in reversed(self._parts):  # a device takes over what hosts have made of the parameters
-            part.closed()
+        self._incomplete = step
+        if not self._hosts.overlaps:
+            self._complete()
         if closed.stop or number + 1 >= self._most_steps:  # whoever stops here may never settle again
             self._settle()
-        board.host_set(HostWord.CLOSED, step.members.op)
         if self.gradients_ready is not None:
             self._bring_all_here()
         if step.lets_in and not closed.stop:
@@ -280,8 +303,11 @@ class MirroredEngine(LockstepEngine):
             part.begin(members, number)
         share = self._part.share(members)
         self._count = share.count
+        if self._incomplete is not None and any(is_compiled(module) for module in self.model.modules()):
+            self._complete()  # nobody sees what the compiler has made of a model use parameters
         with self._part.collector.step(), in_time(self.model, self._together.limit):
             computed = batch.compute(self, share)
+        self._begin_backward()  # it may have had no samples
         self._part.mark(self._part.collector.finish())
         self._report(computed)
         if members.first == self._row:
@@ -422,6 +448,7 @@ class MirroredEngine(LockstepEngine):
     # ── whole tensors ────────────────────────────────────────────────────────────────────────────────────
 
     def gradients(self) -> dict[str, torch.Tensor]:
+        self._complete()
         step, arena = self._step, self._shared.arena
         assert step is not None
         slots = self._shared.layout.slots
@@ -437,15 +464,18 @@ class MirroredEngine(LockstepEngine):
         )
 
     def optimizer_state(self) -> StateByName:
+        self._complete()
         slots = self._shared.layout.slots
         given = self._optimizer.give_state() | self._states_elsewhere
         own = {slots[number].name: state for number, state in given.items()}
         return self._elsewhere.read()[1] | own
 
     def model_state(self) -> dict[str, torch.Tensor]:
+        self._complete()
         return self._part.state() | self._elsewhere.read()[0]
 
     def take_state(self, model: dict[str, torch.Tensor], optimizer: StateByName, state: RunState) -> None:
+        self._complete()
         elsewhere = self._elsewhere.names()
         weights = {name: model[name] for name in elsewhere}
         states = {name: optimizer.get(name, {}) for name in elsewhere}

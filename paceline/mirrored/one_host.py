@@ -45,6 +45,9 @@ class OneHost(StepPart):
     bucket_bytes: int | None = None
     landed: Callable[[int], None] | None = None  # to be told of every gradient that is complete
 
+    overlaps = False  # updates of a step and whatever comes after it, until somebody needs a parameter
+    on_touch: Callable[[], None] | None = None  # where they do: called when the script does before the next step
+
     whole_tensors = False  # no tensor may be cut
     has_all = True  # parameters are all updated on this host
     apart = False  # since then: other hosts have newer values of some, until they `settle`
@@ -107,6 +110,17 @@ class OneHost(StepPart):
     def squared_norm_of_all(self, step: DecidedStep, own: float) -> float:
         """Returns the squared length of the gradients that hosts update with, of which this one has its `own`."""
         return own
+
+    def update_shards(self, owner: Owner, step: DecidedStep, scale: float) -> None:
+        """Has this owner update its shard, and returns when all shards of this host are; where updates overlap with
+        what comes after a step, at once."""
+        owner.update(step.members, scale)
+
+    def complete(self) -> None:
+        """Returns when all shards of this host are updated."""
+
+    def begin_backward(self) -> None:
+        """The first forward of a try is over, and the step before is complete."""
 
     def settle(self) -> bool:
         """Returns when all hosts have the same parameters, as they do after every step: whether that changed them."""

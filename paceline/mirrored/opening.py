@@ -36,6 +36,7 @@ from paceline.mirrored.gossip import Gossip
 from paceline.mirrored.link_maker import GivenLinks, LinkMaker, made_in
 from paceline.mirrored.local_steps import LocalSteps
 from paceline.mirrored.one_host import OneHost
+from paceline.mirrored.overlapped_hosts import OverlappedHosts
 from paceline.mirrored.spread_replica import SpreadReplica
 from paceline.mirrored.step_parts import StepPart
 from paceline.optim.host_copy import HOST, HostCopy, device_of
@@ -53,6 +54,8 @@ def open_mirrored(training: Training, tables: OpenTables) -> MirroredEngine:
     model, optimizer = training.model, training.optimizer
     if training.place.is_spread:
         own_state(model).state_dict()  # an earlier trainer's may refuse it, since it has old values here
+    if not training.place.strategy.on_servers and training.place.strategy.overlap:
+        _check_overlap(training)
     copy = _copy_of(model, optimizer, training.place.strategy)
     place, together, links = find_others(model if copy is None else copy.model, training.place)
     strategy, row, board = place.strategy, place.row, together.board
@@ -89,6 +92,17 @@ def open_mirrored(training: Training, tables: OpenTables) -> MirroredEngine:
     )
 
 
+def _check_overlap(training: Training) -> None:
+    """What is known of the script only."""
+    why = None
+    if training.clip_norm is not None:
+        why = "the length of the gradient is known only when all of it is back, leave it out, or clip_norm"
+    elif (device := device_of(training.model)) != HOST:
+        why = f"the model is on {device}, and forward waits for parameters in main memory so far, leave it out"
+    if why is not None:
+        raise StrategyError("overlap", "set", why)
+
+
 def _copy_of(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> HostCopy | None:
     """Returns the copy that owners know of a model that is on an accelerator; None: they know the model itself."""
     device = device_of(model)
@@ -115,12 +129,16 @@ def _hosts(together: Together, links: LinkMaker | None, strategy: Strategy) -> O
             field, value = ("gossip", "set") if strategy.gossip else ("every", strategy.every)
             expected = "replicas of one host share memory and send nothing, it is for several hosts, leave it out"
             raise StrategyError(field, value, expected)
+        if strategy.overlap and strategy.replicas > 1:
+            raise StrategyError("overlap", "set", "replicas of one host send nothing, it is for several hosts")
         return OneHost()
     if strategy.gossip:
         return Gossip(together, links, strategy.wire, strategy.every)
     if strategy.steps_locally:
         outer = (strategy.outer_lr, strategy.outer_momentum) if strategy.makes_outer_steps else None
         return LocalSteps(together, links, strategy.wire, strategy.every, outer)
+    if strategy.overlap:
+        return OverlappedHosts(together, links, strategy.wire)
     return BetweenHosts(together, links, strategy.wire, strategy.devices)
 
 

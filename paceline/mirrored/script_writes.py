@@ -16,7 +16,7 @@ import torch
 
 from paceline.exchange.board import Members
 from paceline.memory.model_arena import ModelArena
-from paceline.mirrored.step_parts import StepPart
+from paceline.mirrored.step_parts import DecidedStep, StepPart
 
 
 class ScriptWrites(StepPart):
@@ -44,6 +44,9 @@ class ScriptWrites(StepPart):
             "when it is done again; use pl.distribute, where each replica has its own",
             stacklevel=2,
         )
+
+    def decided(self, step: DecidedStep) -> None:
+        self._left = None  # where updates overlap with the next forward, the step before was complete in that only
 
     def closed(self) -> None:
         self._left = None if self._told else self._parameters[self._at]

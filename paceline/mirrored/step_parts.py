@@ -84,6 +84,7 @@ class OwnShard(StepPart):
     rows: Callable[[Members], dict[int, list[int]] | None]  # whose buffers have something, by slot; None: all may
     before_update: Callable[[Members], None]
     squared_norm_of_all: Callable[[DecidedStep, float], float]  # hosts, of which this one has its own
+    update_shards: Callable[[Owner, DecidedStep, float], None]
 
     def begin(self, members: Members, number: int) -> None:
         self.owner.divide(members.ranks[: members.lanes])
@@ -96,4 +97,4 @@ class OwnShard(StepPart):
 
     def update(self, step: DecidedStep, scale: float) -> None:
         self.before_update(step.members)
-        self.owner.update(step.members, scale)
+        self.update_shards(self.owner, step, scale)

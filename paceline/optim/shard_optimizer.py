@@ -78,7 +78,7 @@ class ShardOptimizer:
     def refresh_options(self) -> None:
         """Take over learning rates and other options, which the user or a scheduler may have changed."""
         refuse_added_parameters(self._users, self._group_sizes)
-        self._groups = [options_of(group) for group in self._users.param_groups]
+        self._groups = [_as_now(options_of(group)) for group in self._users.param_groups]
         for number in self._fusable:
             group = self._groups[number]
             if not group.get("foreach") and group.get("fused") is None and not group.get("differentiable"):
@@ -252,6 +252,11 @@ class ShardOptimizer:
                     else:
                         state[entry.key] = value.clone() if isinstance(value, torch.Tensor) else value
         return states
+
+
+def _as_now(options: dict[str, Any]) -> dict[str, Any]:
+    """Options that a scheduler does not change any more, which writes into those that are tensors."""
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in options.items()}
 
 
 def _counted(entries: Sequence[Entry], block: torch.Tensor) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def predict_strategy(predictor: StepPredictor, strategy: Strategy, hosts: int) -
         if strategy.split is not None or strategy.in_graph or strategy.durable or hosts > 1:
             return None
         return predictor.servers(strategy.replicas, strategy.servers, strategy.rule, strategy.exchange)
-    if strategy.table_servers or strategy.exchange == "collective" or strategy.steps_locally:
+    if strategy.table_servers or strategy.exchange == "collective" or strategy.steps_locally or strategy.overlap:
         return None
     if strategy.wire not in WIRES:
         return None

@@ -48,6 +48,7 @@ NOT_COMPILED = tuple(model for model in MODELS if model != "compiled")
 # With servers replicas do not wait for one another in the middle of a pass: statistics are each one's own.
 BATCHNORM = ("conv_batchnorm", "compiled", "masked_pixels", "activated_batchnorm")
 OTHERS = tuple(model for model in MODELS if model not in BATCHNORM)
+UNCLIPPED = tuple(model for model in NOT_COMPILED if MODELS[model]().clip_norm is None)
 
 STRATEGIES = {
     "2 replicas": Strategy("--replicas 2", 2, models=NOT_COMPILED),
@@ -56,6 +57,9 @@ STRATEGIES = {
     "4 replicas, two a core": Strategy("--replicas 4", 4, models=NOT_COMPILED),
     "3 replicas, 3 passes a batch": Strategy("--replicas 3", 3, accumulate=3, models=NOT_COMPILED),
     "2 replicas, torch.distributed": Strategy("--replicas 2 --exchange collective", 2, models=NOT_COMPILED),
+    "2 replicas, torch.distributed, overlapped": Strategy(
+        "--replicas 2 --exchange collective --overlap", 2, models=UNCLIPPED
+    ),
     "2 hosts of 2 replicas": Strategy("--replicas 4 --emulate hosts=2,link=1gbit", 4, models=NOT_COMPILED),
     "2 hosts of 2 replicas, 3 passes a batch, compiled": Strategy(
         "--replicas 4 --emulate hosts=2,link=1gbit", 4, accumulate=3, models=("compiled",), in_every_test_run=False
