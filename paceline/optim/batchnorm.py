@@ -26,6 +26,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from paceline.errors import ModelError
+from paceline.optim.image_blocks import image_blocks
 from paceline.torch_private import AnyBatchNorm, check_input_dims, keep_compiler_out
 
 Sum = Callable[[torch.Tensor], torch.Tensor]
@@ -277,17 +278,6 @@ class ExactBatchNorm(torch.autograd.Function):
 
 
 # ── sums and lines, a block of images at a time ──────────────────────────────────────────────────────────────
-#
-# A block's intermediate values stay in the cache, and in memory that is there already: a temporary as large as the
-# batch would cost more in page faults than the arithmetic does.
-
-_BLOCK_BYTES = 1 << 21
-
-
-def _blocks(x: torch.Tensor) -> Iterator[slice]:
-    images = max(1, _BLOCK_BYTES // max(1, 4 * x.numel() // max(1, len(x))))
-    for start in range(0, len(x), images):
-        yield slice(start, start + images)
 
 
 def _per_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -311,7 +301,7 @@ def _mean_and_variance(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     mean = _sum(x) / count
     shift = _per_channel(mean, x)
     squares = torch.zeros_like(mean)
-    for block in _blocks(x):
+    for block in image_blocks(x):
         squares += _sum((x[block] - shift).square_())
     return mean, squares / count
 
@@ -320,7 +310,7 @@ def _sums_with(dy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor) -> tuple[t
     """Of every channel the sum of dy, and of dy·(x − mean)."""
     shift = _per_channel(mean, x)
     products = torch.zeros(x.size(1), dtype=torch.float64, device=x.device)
-    for block in _blocks(x):
+    for block in image_blocks(x):
         products += _sum((x[block] - shift).mul_(dy[block]))
     return _sum(dy), products
 
@@ -332,7 +322,7 @@ def _straight_lines(
     factors = [_per_channel(values, x) for values in (gain, slope, offset)]
     if x.dtype in (torch.float32, torch.float64):
         dx = torch.empty_like(x)
-        for block in _blocks(x):
+        for block in image_blocks(x):
             torch.mul(dy[block], factors[0], out=dx[block]).addcmul_(x[block], factors[1]).add_(factors[2])
         return dx
     return (dy * factors[0]).addcmul_(x.to(factors[1].dtype), factors[1]).add_(factors[2]).to(x.dtype)

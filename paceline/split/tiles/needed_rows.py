@@ -61,13 +61,23 @@ def needed_rows(have: tuple[Range, ...], windows: Sequence[Range]) -> NeededRows
 
 
 @lru_cache(maxsize=4096)
-def sliding(length: int, outputs: int, parts: int, kernel: int, stride: int, before: int, dilation: int) -> NeededRows:
-    """Returns what a convolution or a pooling needs, `before` rows of padding being in front."""
+def sliding(
+    length: int, outputs: int, parts: int, kernel: int, stride: int, before: int, dilation: int, exactly: bool = False
+) -> NeededRows:
+    """Returns what a convolution or a pooling needs, `before` rows of padding being in front. Of rows that a device has
+    anyway it may be given fewer than a stride beyond that, of which nothing comes, rather than a copy without them: not
+    if it is to be what is needed `exactly`, because rows are rounded up.
+
+    >>> sliding(8, 4, 2, kernel=1, stride=2, before=0, dilation=1).nothing_moves
+    True
+    """
     reach = dilation * (kernel - 1) + 1
-    windows = [
-        (start * stride - before, (stop - 1) * stride - before + reach) for start, stop in ranges(outputs, parts)
-    ]
-    return needed_rows(ranges(length, parts), windows)
+    have = ranges(length, parts)
+    windows = []
+    for (start, stop), (_, last) in zip(ranges(outputs, parts), have, strict=True):
+        end = (stop - 1) * stride - before + reach
+        windows.append((start * stride - before, last if not exactly and end < last < end + stride else end))
+    return needed_rows(have, windows)
 
 
 def output_rows(length: int, kernel: int, stride: int, padding: Range, dilation: int, ceil: bool = False) -> int:

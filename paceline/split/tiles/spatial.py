@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from paceline.split.tiles import edge_convolution
 from paceline.split.tiles.convolution import Convolution, convolved
 from paceline.split.tiles.halo_exchange import Widened
+from paceline.split.tiles.max_pool import MaxPool
 from paceline.split.tiles.needed_rows import NeededRows, Range, each, output_rows, paddings, ranges, sliding, spreading
 from paceline.split.tiles.samples import BY_SAMPLE, few_rows, moved
 from paceline.split.tiles.tile import Func, Tile
@@ -256,12 +258,15 @@ def max_pool(
     cut = Neighbourhood(tiled, func, input, spatial, outputs)
     if not cut.possible:
         return cut.on_whole(func, kernel_size, stride, padding, dilation, ceil_mode)
+    how = MaxPool(kernels, strides, pads, dilations, ceil_mode)
     if (x := cut.by_sample()) is not None:
-        return x.like(func(x.local, kernel_size, stride, padding, dilation, ceil_mode))
-    needed = cut.needed(lambda i, n, m, parts: sliding(n, m, parts, kernels[i], strides[i], pads[i], dilations[i]))
-    inner = [0 if 2 + i in cut.dims else p for i, p in enumerate(pads)]
+        return x.like(how.run(func, x.local))
+    needed = cut.needed(
+        lambda i, n, m, parts: sliding(n, m, parts, kernels[i], strides[i], pads[i], dilations[i], exactly=ceil_mode)
+    )
+    inner = tuple(0 if 2 + i in cut.dims else p for i, p in enumerate(pads))
     lowest = -math.inf if input.is_floating_point() else torch.iinfo(input.dtype).min
-    return cut.run(needed, lambda x: func(x, kernels, strides, inner, dilations, ceil_mode), lowest)
+    return cut.run(needed, lambda x: replace(how, padding=inner).run(func, x), lowest)
 
 
 def average_pool(

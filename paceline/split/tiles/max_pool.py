@@ -1,0 +1,69 @@
+"""Max pooling of what one device has, with the channels of an image side by side meanwhile.
+
+Where channels are planes torch's kernel looks at one number at a time, and takes as long as a large convolution. Where
+they lie side by side it looks at a vector of them, and takes a sixth, the way there and back included: there a few
+images at a time, in the cache. Which number was the highest is told in the same way, so backward is torch's own; it is
+given numbers that nobody reads, of the size of the input, which need not be kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from paceline.optim.image_blocks import image_blocks
+from paceline.split.tiles.tile import Func
+
+LEAST_CHANNELS = 8  # of fewer there is no vector
+
+
+@dataclass(frozen=True)
+class MaxPool:
+    """What torch is told of a max pooling, but for its tensor."""
+
+    kernels: tuple[int, ...]
+    strides: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilations: tuple[int, ...]
+    ceil: bool
+
+    def run(self, func: Func, x: torch.Tensor) -> torch.Tensor:
+        """Returns what `func`, torch's pooling, makes of `x`."""
+        planes = x.dim() == 4 and x.device.type == "cpu" and x.is_floating_point() and x.is_contiguous()
+        if planes and x.size(1) >= LEAST_CHANNELS and x.numel():
+            return _SideBySide.apply(x, self)  # type: ignore[no-untyped-call, no-any-return]
+        found: torch.Tensor = func(x, self.kernels, self.strides, self.padding, self.dilations, self.ceil)
+        return found
+
+    def highest(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the highest numbers, and where they are."""
+        found: tuple[torch.Tensor, torch.Tensor] = torch.ops.aten.max_pool2d_with_indices(
+            x, self.kernels, self.strides, self.padding, self.dilations, self.ceil
+        )
+        return found
+
+    def gradient(self, dy: torch.Tensor, x: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        """Returns the gradient of `x`, of which the values do not matter."""
+        found: torch.Tensor = torch.ops.aten.max_pool2d_with_indices_backward(
+            dy, x, self.kernels, self.strides, self.padding, self.dilations, self.ceil, where
+        )
+        return found
+
+
+class _SideBySide(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, how: MaxPool) -> torch.Tensor:
+        blocks = [how.highest(x[block].contiguous(memory_format=torch.channels_last)) for block in image_blocks(x)]
+        highest, where = (torch.cat([found.contiguous() for found in each]) for each in zip(*blocks, strict=True))
+        ctx.how, ctx.shape = how, x.shape
+        ctx.save_for_backward(where)
+        return highest
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (where,) = ctx.saved_tensors
+        return ctx.how.gradient(dy.contiguous(), dy.new_empty(ctx.shape), where), None
