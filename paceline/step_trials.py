@@ -49,7 +49,7 @@ WARM_UP = 3  # steps that are not counted; cut models hold the loss against its 
 LEAST, MOST = 9, 400  # steps that are made
 _PR_SET_PDEATHSIG = 1
 _SWITCH_EVERY_S = 0.0005  # of a server, as in its own process
-_MANY_EPOCHS = 1 << 20
+_MANY = 1 << 20  # epochs, or steps
 
 
 class MadeSteps(msgspec.Struct, frozen=True):
@@ -124,7 +124,7 @@ class StepTrials:
         )
         marks, computed = [time.perf_counter()], [0.0]
         board = Board(place.board) if place.board is not None else None
-        for batch in loop.batches(self.feed, ledger, _MANY_EPOCHS, 2):
+        for batch in loop.batches(self.feed, ledger, _MANY, 2):
             loop.step(batch)
             marks.append(time.perf_counter())
             computed.append(board.get(place.row, Word.COMPUTE_NS) / 1e9 if board is not None else 0.0)
@@ -154,11 +154,11 @@ class StepTrials:
         return msgspec.json.decode(told, type=MadeSteps) if told else None
 
     def _be(self, place: Place, share: tuple[int, ...], steps: int, writing: int) -> None:
-        """The whole life of a replica, or of a device."""
+        """The whole life of a replica, or of a device: the first makes so many steps, and all others go on until they
+        are ended, so that it is never alone."""
         os.sched_setaffinity(0, share)
-        made = self._make(place, steps)
-        if place.row == 0:
-            os.write(writing, msgspec.json.encode(made))
+        made = self._make(place, steps if place.row == 0 else _MANY)
+        os.write(writing, msgspec.json.encode(made))
 
     def _start_servers(self, strategy: Strategy, forks: _Forks, folder: Path) -> ServersPlace | None:
         if not strategy.on_servers:
@@ -215,9 +215,11 @@ class _Forks:
         for process in self._processes:
             os.waitpid(process, 0)
 
-    def ended(self) -> bool:
-        """Returns whether one of them has."""
-        return any(os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) for process in self._processes)
+    def failed(self) -> bool:
+        """Returns whether one of them has ended otherwise than as it should."""
+        how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        ended = (os.waitid(os.P_PID, process, how) for process in self._processes)
+        return any(found.si_status for found in ended if found is not None)
 
 
 @contextmanager
@@ -237,6 +239,6 @@ def _read(reading: int, until: float, forks: _Forks) -> bytes:
             part = os.read(reading, 1 << 16)
             if not part or (told := told + part).endswith(b"}"):
                 return told
-        elif forks.ended() and not select.select([reading], [], [], 0)[0]:
+        elif forks.failed():
             return b""
     return b""

@@ -53,9 +53,9 @@ def pooled(numbers: torch.Tensor, pool: Callable[[torch.Tensor], torch.Tensor]) 
 def test_the_input_is_not_kept_for_backward() -> None:
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)), lambda _: None):
-        x = torch.randn(2, 16, 8, 8, requires_grad=True)
+        x = torch.randn(2, 32, 8, 8, requires_grad=True)
         MaxPool((2, 2), (2, 2), (0, 0), (1, 1), False).run(F.max_pool2d, x)
-    assert kept == [(2, 16, 4, 4)]
+    assert kept == [(2, 32, 4, 4)]
 
 
 def test_a_stride_that_ends_before_the_last_row_moves_nothing() -> None:

@@ -1,9 +1,9 @@
 """Max pooling of what one device has, with the channels of an image side by side meanwhile.
 
 Where channels are planes torch's kernel looks at one number at a time, and takes as long as a large convolution. Where
-they lie side by side it looks at a vector of them, and takes a sixth, the way there and back included: there a few
-images at a time, in the cache. Which number was the highest is told in the same way, so backward is torch's own; it is
-given numbers that nobody reads, of the size of the input, which need not be kept.
+they lie side by side it looks at a vector of them, and takes a third with many channels, the way there and back
+included: there a few images at a time, in the cache. Which number was the highest is told in the same way, so backward
+is torch's own; it is given numbers that nobody reads, of the size of the input, which need not be kept.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from paceline.optim.image_blocks import image_blocks
 from paceline.split.tiles.tile import Func
 
-LEAST_CHANNELS = 8  # of fewer there is no vector
+LEAST_CHANNELS = 32  # of fewer the way there and back takes what is gained
 
 
 @dataclass(frozen=True)
