@@ -71,6 +71,7 @@ class State(msgspec.Struct, kw_only=True):
     calibration: Calibration | None = None
     profiles: dict[str, Profile] = {}
     measured: dict[str, dict[str, Measured]] = {}
+    before: dict[str, dict[str, Measured]] = {}  # the same, at another time
     failed: dict[str, str] = {}
     yardstick_s: dict[str, float] = {}  # beside profiles, by model, and beside the calibration
 
@@ -200,6 +201,7 @@ def _measure_model(model: str, state: State, path: Path, until: float, root: boo
         state.yardstick_s[model] = (before + yardstick.seconds()) / 2
         # What was measured beside another profile is measured again, but for what a link has decided.
         known = state.measured.get(model, {})
+        state.before[model] = {**state.before.get(model, {}), **known}
         state.measured[model] = {name: found for name, found in known.items() if " hosts " in name}
         save(state, path)
     for name, cluster, way in missing():

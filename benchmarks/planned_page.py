@@ -65,6 +65,17 @@ def _factor(state: State, model: str, plan: Prediction, measured: Measured) -> f
     return sum(part.seconds * slower.get(part.name, of_profile) for part in plan.parts) / total
 
 
+def repeated(state: State) -> list[float]:
+    """Returns in order by how much two measurements of the same combination at different times differ: nothing can be
+    predicted better than that."""
+    pairs = [
+        (measured, state.measured.get(model, {}).get(name))
+        for model, of_model in state.before.items()
+        for name, measured in of_model.items()
+    ]
+    return sorted(abs(one.seconds / other.seconds - 1) for one, other in pairs if other is not None and one != other)
+
+
 def regrets(found: Sequence[Row]) -> list[tuple[str, str, str, str, float]]:
     """Returns by model and place: the predicted best, the measured best, and how much slower the first is."""
     groups: dict[tuple[str, str], list[Row]] = {}
@@ -130,6 +141,12 @@ def write_page(state: State, folder: Path) -> str:
         f"| predicted best within 5 % of the measured best | ≥ 95 % | "
         f"{statistics.mean(entry[-1] <= REGRET for entry in regretted):.0%} of {len(regretted)} | |",
     ]
+    if twice := repeated(state):
+        far_apart = twice[int(0.9 * (len(twice) - 1))]
+        summary.append(
+            f"| two measurements of the same step, at different times ({len(twice)}): median, 90th percentile | | "
+            f"{statistics.median(twice):.1%} | {far_apart:.1%} |"
+        )
     assert state.calibration is not None
     page = [
         "# Predicted and measured",
