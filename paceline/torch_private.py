@@ -276,13 +276,12 @@ def function_modes() -> list[Any]:
 
 
 def add_function_mode(mode: Any) -> None:
-    """Makes a `TorchFunctionMode` active beneath all that are: who leaves one of those takes away the uppermost. A
-    default device's is the lowest, and torch insists on that."""
+    """Makes a `TorchFunctionMode` active beneath all that are: who leaves one of those takes away the uppermost. The one
+    of `torch.set_default_device` is the lowest, and torch insists on that."""
     import torch
-    from torch.utils._device import DeviceContext
 
-    above = function_modes()
-    lowest = sum(isinstance(other, DeviceContext) for other in above[:1])
+    above, of_default = function_modes(), getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    lowest = 1 if above and above[0] is of_default else 0
     for _ in above[lowest:]:
         torch.overrides._pop_mode()  # type: ignore[no-untyped-call]
     for other in (mode, *above[lowest:]):

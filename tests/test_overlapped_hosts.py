@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from conftest import Start
 from emulated import needs_hosts
 from torch.overrides import BaseTorchFunctionMode
 
+from paceline.mirrored.parameter_waits import LookedAtCalls
 from paceline.torch_private import add_function_mode, function_modes, remove_function_mode
 
 # Each case trains a model of its own; what the script sees of parameters between steps is told as well.
@@ -181,17 +184,27 @@ def test_two_hosts_of_two_replicas_see_the_same_bits(
     both(start, monkeypatch, tmp_path, flags, "large+look,odd+look,lstm,tied+resume")
 
 
-def test_a_look_at_calls_is_beneath_the_users_own_modes_and_above_a_default_device() -> None:
-    mine, users = BaseTorchFunctionMode(), BaseTorchFunctionMode()
-    with torch.device("cpu"):
+def test_a_look_at_calls_is_beneath_the_users_own_modes_and_above_that_of_a_default_device() -> None:
+    seen: list[str] = []
+    waits: Any = SimpleNamespace(before_call=lambda function, given: seen.append(function.__name__))
+    mine, users = LookedAtCalls(waits), BaseTorchFunctionMode()
+    with torch.device("meta"):
         with users:
             add_function_mode(mine)
-            assert function_modes()[1:] == [mine, users]
-        assert function_modes()[1:] == [mine]
-        with users:
-            remove_function_mode(mine)
-            assert function_modes()[1:] == [users]
-        add_function_mode(mine)
+            assert function_modes()[0] is mine
+            assert function_modes()[2] is users
+        assert torch.ones(2).is_meta
+    assert function_modes() == [mine]
+    with torch.device("meta"):
+        assert torch.ones(2).is_meta
+    with users:
+        remove_function_mode(mine)
+        assert function_modes() == [users]
+    assert function_modes() == []
+    assert "ones" in seen
+    torch.set_default_device("meta")
+    add_function_mode(mine)
+    torch.set_default_device(None)
     assert function_modes() == [mine]
     remove_function_mode(mine)
     assert function_modes() == []

@@ -55,7 +55,7 @@ class ParameterWaits:
                 self._chunks[piece.slot].append(number)
         self._all = range(len(arena.layout.chunks))
         self._awaited: set[int] = set()  # slots that may not be updated yet
-        self._mode = _Calls(self)
+        self._mode = LookedAtCalls(self)
         self._hook: RemovableHandle | None = None
         self.thread = 0  # the script's
 
@@ -113,7 +113,7 @@ class ParameterWaits:
                 self._awaited.discard(slot)
 
 
-class _Calls(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
+class LookedAtCalls(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
     """Calls of torch."""
 
     def __init__(self, waits: ParameterWaits) -> None:
