@@ -276,7 +276,7 @@ def function_modes() -> list[Any]:
 
 
 def add_function_mode(mode: Any) -> None:
-    """Makes a `TorchFunctionMode` active beneath all that are: who leaves one of those takes away the uppermost. The one
+    """Makes a `TorchFunctionMode` active beneath all that are: who leaves one of those takes away the uppermost. That
     of `torch.set_default_device` is the lowest, and torch insists on that."""
     import torch
 
