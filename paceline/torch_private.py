@@ -277,7 +277,7 @@ def function_modes() -> list[Any]:
 
 def add_function_mode(mode: Any) -> None:
     """Makes a `TorchFunctionMode` active beneath all that are: who leaves one of those takes away the uppermost. That
-    of `torch.set_default_device` is the lowest, and torch insists on that."""
+    of `torch.set_default_device` is the lowest: torch insists on it."""
     import torch
 
     above, of_default = function_modes(), getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)

@@ -75,3 +75,19 @@ def test_a_run_that_is_resumed_makes_the_same_bits(
     assert not kept or any(owes for _, owes in found.values())
     for replica in range(2):
         assert all(run.told("equal", replica)), replica
+
+
+BFLOAT16 = """
+import json, torch, paceline as pl
+torch.manual_seed(0)
+model = torch.nn.Linear(6, 3).to(torch.bfloat16)
+trainer = pl.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).square().mean())
+for x in trainer.batches(torch.randn(24, 6).to(torch.bfloat16), 8):
+    trainer.step(x)
+print(json.dumps({"bits": model.weight.view(torch.int16).tolist()}))
+"""
+
+
+def test_parameters_of_bfloat16_are_compared_between_hosts_and_trained(start: Start) -> None:
+    run = start(BFLOAT16, "--replicas 2 --exchange collective").fine(110)
+    assert run.told("bits", 0) == run.told("bits", 1)

@@ -87,7 +87,7 @@ class ParameterWaits:
                 self.end()
         elif self._awaited:
             inside = isinstance(module, torch.jit.ScriptModule)  # of which no call is seen
-            self._look(module.parameters() if inside else module._parameters.values())
+            self._look(module.parameters(recurse=inside))
 
     def _look(self, given: Iterable[Any]) -> None:
         for value in given:

@@ -105,7 +105,7 @@ class SharedModel(ModelInArena):
     def compare_hosts(self, total: Callable[[torch.Tensor], torch.Tensor], hosts: int) -> None:
         """All hosts must start from the same parameters, bit by bit; `total` is the sum over all of them."""
         slots = self.layout.slots
-        checks = [zlib.crc32(self.arena.parameter(slot).cpu().numpy().tobytes()) for slot in slots]
+        checks = [zlib.crc32(_bytes(self.arena.parameter(slot))) for slot in slots]
         if total(torch.tensor([len(slots)])) != len(slots) * hosts:
             raise ModelError("model", f"{len(slots)} parameters", "another host has another number of them")
         totals = total(torch.tensor(checks, dtype=torch.int64)).tolist()
@@ -159,3 +159,8 @@ def _compare_descriptions(mine: list[list[Any]], theirs: list[list[Any]], replic
         f"{len(mine)} parameters",
         f"replica {holder} has {len(theirs)}; build the same model in every process",
     )
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    """Returns what a tensor is in memory: of some types numpy knows none."""
+    return tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
