@@ -22,8 +22,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -78,21 +78,24 @@ class StepTrials:
         """Returns what a step takes, of as many as `long_s` has if each takes `guess_s`; None if that cannot be told
         until then."""
         steps = WARM_UP + min(MOST, max(LEAST, round(long_s / max(1e-6, guess_s))))
-        count = strategy.processes
         if not self.possible or not self._fits(strategy):
             return None
-        if count == 1 and not strategy.on_servers:
-            made: MadeSteps | None = self._make(self._place(strategy, 0, Board.create(1, supervised=False)), steps)
-        elif count < len(cores):  # each would have several threads
+        try:
+            made = self._made(strategy, cores, steps, until)
+        except Exception:  # whatever keeps it from being tried, it can be planned from its parts
             return None
-        else:
-            made = self._made_by_forks(strategy, cores, steps, until)
         if made is None or len(made.seconds) < LEAST // 2:
             return None
         turns = strategy.replicas if strategy.on_servers and strategy.rule.is_async else 1
         step = timing([seconds / turns for seconds in made.seconds])
         computed = timing(made.computed_s).seconds if made.computed_s else 0.0
         return StepTrial(strategy=strategy, timing=step, computed_s=min(computed / turns, step.seconds))
+
+    def _made(self, strategy: Strategy, cores: tuple[int, ...], steps: int, until: float) -> MadeSteps | None:
+        """Returns what the first process tells; None where each would have several threads."""
+        if strategy.processes == 1 and not strategy.on_servers:
+            return self._make(self._place(strategy, 0, Board.create(1, supervised=False)), steps)
+        return self._made_by_forks(strategy, cores, steps, until) if strategy.processes >= len(cores) else None
 
     def _fits(self, strategy: Strategy) -> bool:
         """Returns whether there is a sample for each replica in every batch."""
@@ -201,9 +204,9 @@ class _Forks:
         try:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() == owner:
-                with _silently():
-                    torch.set_num_threads(1)
-                    live()
+                _be_silent()
+                torch.set_num_threads(1)
+                live()
                 status = 0
         finally:
             os._exit(status)
@@ -222,13 +225,11 @@ class _Forks:
         return any(found.si_status for found in ended if found is not None)
 
 
-@contextmanager
-def _silently() -> Iterator[None]:
+def _be_silent() -> None:
     """What goes wrong in a trial means that there is none: nobody is told how."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nowhere, descriptor)
-    yield
 
 
 def _read(reading: int, until: float, forks: _Forks) -> bytes:

@@ -72,7 +72,7 @@ def undisturbed(seconds: Sequence[float]) -> float:
 
 
 def repeat(act: Callable[[], object], until: float, *, long_s: float = _LONG_S) -> tuple[Timing, float]:
-    """Does something again and again, for a quarter of a second or until that time. Returns how long it takes, and the
+    """Does something again and again, for as long as `long_s` or until that time. Returns how long it takes, and the
     share of that in which a core worked."""
     least, most = REPETITIONS
     lasted: list[float] = []

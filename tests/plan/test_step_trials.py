@@ -46,12 +46,14 @@ def loss(model, batch):
     if sys.argv[1] == "fails in forks" and os.getpid() != first:
         raise ValueError("not here")
     x, y = batch
+    if sys.argv[1] == "fails later" and x[0, 0] != 0:
+        raise ValueError("not with another batch than the first")
     return (model(x) - y).square().mean()
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
 trainer = pl.Trainer(model, torch.optim.AdamW(model.parameters()), loss)
-data = {"stream": Stream, "map-style": Rows}.get(sys.argv[1], lambda: (torch.randn(256, 8), torch.randn(256, 1)))()
+data = Stream() if sys.argv[1] == "stream" else Rows()
 for batch in trainer.batches(data, 16, shuffle=False):
     trainer.step(batch)
 print("trained to the end")
@@ -99,6 +101,12 @@ def test_a_script_that_fails_in_forks_is_planned_all_the_same(script: Path) -> N
     found = profiled(script, "fails in forks")
     assert {trial.strategy.processes for trial in found.trials} == {1}  # that which needs no fork
     assert time.monotonic() - began < 60
+    assert found.shares
+
+
+def test_a_script_that_fails_in_a_later_step_is_planned_by_its_shares_alone(script: Path) -> None:
+    found = profiled(script, "fails later")
+    assert found.trials == ()
     assert found.shares
 
 
