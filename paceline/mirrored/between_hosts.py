@@ -42,9 +42,10 @@ from paceline.memory.model_arena import ForHosts, ModelArena
 from paceline.mirrored.link_maker import LinkMaker
 from paceline.mirrored.link_threads import LinkThreads
 from paceline.mirrored.newcomers import bring_state
-from paceline.mirrored.one_host import OneHost, StepTotals, weights_by_rank
+from paceline.mirrored.one_host import OneHost, weights_by_rank
 from paceline.mirrored.owner import Owner, sum_into
 from paceline.mirrored.step_parts import DecidedStep
+from paceline.mirrored.step_totals import StepTotals
 from paceline.mirrored.wire_memory import WireMemory
 
 BUCKET_BYTES = 2 << 20  # of each owner: what is left to do when the last one has come back is short

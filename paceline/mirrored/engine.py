@@ -32,7 +32,7 @@ from paceline.errors import DeadlineExceeded, ModelError
 from paceline.exchange.board import Members
 from paceline.exchange.sums import SharedSums
 from paceline.exchange.together import Together
-from paceline.exchange.words import NO_LOSS, OVER_SAMPLES, HostWord, Kind, Phase, Word
+from paceline.exchange.words import HostWord, Kind, Phase, Word
 from paceline.loop.engine import Batch, Chapter, Closed, Computed, ReplicaWork
 from paceline.loop.lockstep import BatchShare, LedgerSamples, LockstepEngine
 from paceline.loop.run_state import RunState, StateByName
@@ -41,12 +41,14 @@ from paceline.mirrored.device_model import DeviceModel
 from paceline.mirrored.joining import Joining
 from paceline.mirrored.logged_numbers import LoggedNumbers
 from paceline.mirrored.model_part import CutModel, WholeModel
-from paceline.mirrored.one_host import OneHost, OptimizerStates, StepTotals
+from paceline.mirrored.one_host import OneHost
 from paceline.mirrored.owner import Owner
 from paceline.mirrored.script_writes import ScriptWrites
 from paceline.mirrored.shared_model import SharedModel
 from paceline.mirrored.statistics import BatchStatistics
 from paceline.mirrored.step_parts import DecidedStep, OwnShard, StepPart
+from paceline.mirrored.step_totals import StepTotals, leave_count, leave_loss
+from paceline.mirrored.whole_state import WholeState
 from paceline.optim.host_copy import HostCopy
 from paceline.optim.models import lent
 from paceline.optim.shard_optimizer import ShardOptimizer
@@ -118,8 +120,7 @@ class MirroredEngine(LockstepEngine):
         self._incomplete: DecidedStep | None = None  # the same, while its updates are still under way
         if hosts.overlaps:
             hosts.on_touch = self._complete
-        self._kept: dict[str, torch.Tensor] = {}  # for the checkpoint that is being written
-        self._states_elsewhere: OptimizerStates = {}  # the same
+        self._whole = WholeState(shared, self._optimizer, self._part, hosts, self._elsewhere)
         self._board.host_set(HostWord.MODEL, shared.fingerprint())
         if hosts.several and not self.joining:
             together.attempt(self._compare_hosts)
@@ -155,18 +156,13 @@ class MirroredEngine(LockstepEngine):
         self._settle()
 
         def one_try(members: Members) -> None:
-            self._board.work_on(members, Kind.SAVE, Phase.SAVING)
-            self._sums.begin(members, Phase.AWAITING_SAVE)
-            self._hosts.enter(members)
-            self._hosts.begin_call(Kind.SAVE)
-            first = members.first == self._row
-            self._kept = self._hosts.collect(first=first)
-            self._states_elsewhere = self._hosts.states(self._optimizer.give_state)
-            if first and self._hosts.leads:
-                act()
-            self._together.arrive(members, Phase.AWAITING_SAVE)
-            self._hosts.begin_call(Kind.SAVE)  # nobody goes on before the first host is done
-            self._hosts.decide(members)
+            with self._call(members, Kind.SAVE, Phase.SAVING, Phase.AWAITING_SAVE):
+                first = members.first == self._row
+                self._whole.collect(first=first)
+                if first and self._hosts.leads:
+                    act()
+                self._together.arrive(members, Phase.AWAITING_SAVE)
+                self._hosts.begin_call(Kind.SAVE)  # nobody goes on before the first host is done
 
         self._together.attempt(one_try)
         self._board.enter(self._row, Phase.BETWEEN)
@@ -192,7 +188,7 @@ class MirroredEngine(LockstepEngine):
     def _bring_all_here(self) -> None:
         """Whoever records the step needs it whole."""
         self._settle()
-        self._states_elsewhere = self._hosts.states(self._optimizer.give_state)
+        self._whole.collect_states()
 
     def _compare_hosts(self, members: Members) -> None:
         self._board.work_on(members, Kind.BUILD, Phase.STARTING)
@@ -239,22 +235,13 @@ class MirroredEngine(LockstepEngine):
     def _after_forward(self, found: FoundLoss, weight: Weight) -> FoundLoss:
         self._begin_backward()
         before = self._board.get_float(self._row, Word.COUNT)
-        self._say_count(found.part(weight), max(0.0, before))
+        leave_count(self._board, self._row, found.part(weight), max(0.0, before))
         return found
 
     def _begin_backward(self) -> None:
         """What the step before has left where gradients go is not needed any more."""
         self._complete()
         self._hosts.begin_backward()
-
-    def _say_count(self, part: LossPart, before: float = 0.0) -> None:
-        """Writes down what this replica's loss is a sum over, beside what was counted `before`."""
-        board, me, loss = self._board, self._row, part.loss
-        board.set_float(me, Word.UNIT, part.unit if part.counted else 0.0)
-        if loss is None:
-            board.set_float(me, Word.COUNT, NO_LOSS)
-        else:
-            board.set_float(me, Word.COUNT, OVER_SAMPLES if loss.count is None else before + loss.count)
 
     # ── a step ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -298,7 +285,7 @@ class MirroredEngine(LockstepEngine):
         """Computes this replica's part, and waits for the others'. Returns what all have come to, when this one had
         computed, and when all of this host had."""
         self._board.work_on(members, Kind.STEP, Phase.COMPUTING)
-        self._say_count(NOTHING)
+        leave_count(self._board, self._row, NOTHING)
         for part in reversed(self._parts):  # shards are divided before anything is sent
             part.begin(members, number)
         share = self._part.share(members)
@@ -336,10 +323,8 @@ class MirroredEngine(LockstepEngine):
         self._optimizer.refresh_options()
         board, me = self._board, self._row
         part = computed.loss if self._part.speaks else NOTHING
-        board.set_float(me, Word.LOSS, part.loss.total if part.loss is not None else 0.0)
-        board.set(me, Word.SAMPLES, computed.samples if self._part.speaks else 0)
         board.set(me, Word.OPTIONS, self._optimizer.options_fingerprint())
-        self._say_count(part)
+        leave_loss(board, me, part, computed.samples if self._part.speaks else 0)
         self._logged.leave(part)
 
     def _decide(self, members: Members) -> None:
@@ -366,55 +351,47 @@ class MirroredEngine(LockstepEngine):
 
     def _add_up(self, members: Members, number: int) -> tuple[Closed, DecidedStep]:
         """Returns what the step came to, over all hosts; and what is to be made of it here."""
-        board, ranks = self._board, members.ranks
-        counts = [board.get_float(rank, Word.COUNT) for rank in ranks]
-        counted = [count for count in counts if count >= 0]
-        numbers = [
-            sum(board.get_float(rank, Word.LOSS) for rank in ranks),
-            sum(board.get(rank, Word.SAMPLES) for rank in ranks),
-            len(ranks),
-            board.host_get(HostWord.STOP_AFTER) == members.op,
-            options := board.get(self._row, Word.OPTIONS),
-            sum(counted),
-            len(counted),
-            counts.count(OVER_SAMPLES),
-            any(board.get(rank, Word.LOGGED) for rank in ranks),
-            board.host_get(HostWord.LET_IN_AFTER) == members.op,
-        ]
-        here = StepTotals(numbers[1], numbers[5])
+        ranks = members.ranks
+        here = totals = StepTotals.of_host(self._board, members, self._row)
         touched = self._shared.arena.touched[list(ranks)].amax(0)
         if self._hosts.several:
-            totals = self._hosts.sum(torch.cat([torch.tensor(numbers, dtype=torch.float64), touched.double()]))
-            numbers = totals[: len(numbers)].tolist()
-            touched = self._hosts.touched(touched, totals[len(numbers) :])
-            if numbers[4] != options * self._hosts.count:
+            own = here.numbers()
+            summed = self._hosts.sum(torch.cat([own, touched.double()]))
+            totals = StepTotals.of_numbers(summed)
+            touched = self._hosts.touched(touched, summed[len(own) :])
+            if totals.options != here.options * self._hosts.count:
                 raise _different_options(f"host {self._hosts.number}", "another host")
-        loss, samples, count, stop, _, total, sums, means, logs, lets_in = numbers
-        if sums and means:
-            raise differing_kinds(counted=counts[ranks.index(self._row)] >= 0)
-        if sums and not total:
+        if totals.sums and totals.means:
+            raise differing_kinds(counted=self._board.get_float(self._row, Word.COUNT) >= 0)
+        if totals.sums and not totals.counted:
             raise nothing_counted(number)
-        logged = self._logged.add_up(ranks) if logs else {}
-        mean = loss / total if sums else loss
-        closed = Closed(mean, int(samples), int(count) // self._part.devices, bool(stop), logged)
-        weights = self._hosts.weights(board, ranks, self._part.devices, here, StepTotals(samples, total))
-        return closed, DecidedStep(members, number, touched.tolist(), weights, bool(lets_in))
+        logged = self._logged.add_up(ranks) if totals.logged else {}
+        replicas = int(totals.members) // self._part.devices
+        closed = Closed(totals.mean_loss, int(totals.samples), replicas, bool(totals.stop), logged)
+        weights = self._hosts.weights(self._board, ranks, self._part.devices, here, totals)
+        return closed, DecidedStep(members, number, touched.tolist(), weights, bool(totals.lets_in))
 
     # ── other calls of the script ────────────────────────────────────────────────────────────────────────
 
     def samples(self, chapter: Chapter) -> LedgerSamples:
         return LedgerSamples(chapter, self.share, self._settle)
 
+    @contextmanager
+    def _call(self, members: Members, kind: Kind, phase: Phase, awaiting: Phase) -> Iterator[None]:
+        """A try of what all do together outside of steps; it is over when all hosts have all they need of it."""
+        self._board.work_on(members, kind, phase)
+        self._sums.begin(members, awaiting)
+        self._hosts.enter(members)
+        self._hosts.begin_call(kind)
+        yield
+        self._hosts.decide(members)
+
     def agree(self, call: ScriptCall) -> None:
         self._settle()
 
         def one_try(members: Members) -> None:
-            self._board.work_on(members, Kind.BATCHES, Phase.BETWEEN)
-            self._sums.begin(members, Phase.AWAITING_OTHERS)
-            self._hosts.enter(members)
-            self._hosts.begin_call(Kind.BATCHES)
-            self._compare(call, members)
-            self._hosts.decide(members)
+            with self._call(members, Kind.BATCHES, Phase.BETWEEN, Phase.AWAITING_OTHERS):
+                self._compare(call, members)
 
         self._together.attempt(one_try)
 
@@ -427,19 +404,14 @@ class MirroredEngine(LockstepEngine):
         self._settle()
 
         def one_try(members: Members) -> torch.Tensor:
-            self._board.work_on(members, Kind.EVALUATE, Phase.EVALUATING)
-            self._sums.begin(members, Phase.AWAITING_EVALUATION)
-            self._hosts.enter(members)
-            self._hosts.begin_call(Kind.EVALUATE)
-            self._compare(call, members)
-            with in_time(self.model, self._together.limit):
-                found = compute(self._part.share(members))
-            if not self._part.speaks:
-                found.zero_()
-            check_in_time(self._together.limit)  # before the others have what they wait for
-            total = self._hosts.sum_in_call(self._sums.sum(found, members.ranks))
-            self._hosts.decide(members)
-            return total
+            with self._call(members, Kind.EVALUATE, Phase.EVALUATING, Phase.AWAITING_EVALUATION):
+                self._compare(call, members)
+                with in_time(self.model, self._together.limit):
+                    found = compute(self._part.share(members))
+                if not self._part.speaks:
+                    found.zero_()
+                check_in_time(self._together.limit)  # before the others have what they wait for
+                return self._hosts.sum_in_call(self._sums.sum(found, members.ranks))
 
         total = self._together.attempt(one_try, limited=True)
         self._board.enter(self._row, Phase.BETWEEN)
@@ -449,47 +421,23 @@ class MirroredEngine(LockstepEngine):
 
     def gradients(self) -> dict[str, torch.Tensor]:
         self._complete()
-        step, arena = self._step, self._shared.arena
-        assert step is not None
-        slots = self._shared.layout.slots
-        far = {slots[number].name: value for number, value in self._hosts.gradients_elsewhere().items()}
-        return (
-            self._elsewhere.gradients()
-            | far
-            | {
-                slot.name: self._hosts.gradient(step, arena, slot)
-                for number, slot in enumerate(slots)
-                if slot.group is not None and step.touched[number]
-            }
-        )
+        assert self._step is not None
+        return self._whole.gradients(self._step)
 
     def optimizer_state(self) -> StateByName:
         self._complete()
-        slots = self._shared.layout.slots
-        given = self._optimizer.give_state() | self._states_elsewhere
-        own = {slots[number].name: state for number, state in given.items()}
-        return self._elsewhere.read()[1] | own
+        return self._whole.optimizer_state()
 
     def model_state(self) -> dict[str, torch.Tensor]:
         self._complete()
-        return self._part.state() | self._elsewhere.read()[0]
+        return self._whole.model_state()
 
     def take_state(self, model: dict[str, torch.Tensor], optimizer: StateByName, state: RunState) -> None:
         self._complete()
-        elsewhere = self._elsewhere.names()
-        weights = {name: model[name] for name in elsewhere}
-        states = {name: optimizer.get(name, {}) for name in elsewhere}
-        numbers = {slot.name: number for number, slot in enumerate(self._shared.layout.slots)}
-
-        def fill() -> None:
-            self._elsewhere.put(weights, states)
-            self._optimizer.take_state({numbers[k]: held for k, held in optimizer.items() if k not in elsewhere})
-
-        self._part.take_state({key: value for key, value in model.items() if key not in elsewhere}, fill, elsewhere)
-        self._optimizer.forget()
+        self._whole.take(model, optimizer)
 
     def kept_by_hosts(self) -> dict[str, torch.Tensor]:
-        return self._kept
+        return self._whole.kept
 
     def take_kept_by_hosts(self, saved: dict[str, torch.Tensor]) -> None:
         self._together.once(lambda: self._hosts.take(saved))

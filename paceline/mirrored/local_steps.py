@@ -30,9 +30,10 @@ from paceline.memory.layout import FlatLayout, Slot
 from paceline.memory.model_arena import ForHosts, ModelArena
 from paceline.mirrored.between_hosts import BetweenHosts
 from paceline.mirrored.link_maker import LinkMaker
-from paceline.mirrored.one_host import OneHost, StepTotals, weights_by_rank
+from paceline.mirrored.one_host import OneHost, weights_by_rank
 from paceline.mirrored.owner import Owner
 from paceline.mirrored.step_parts import DecidedStep
+from paceline.mirrored.step_totals import StepTotals
 
 
 class LocalSteps(BetweenHosts):

@@ -6,7 +6,6 @@ With several it is `BetweenHosts`, or one of those that step by themselves (`Loc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,16 +18,9 @@ from paceline.memory.layout import FlatLayout, Slot
 from paceline.memory.model_arena import ForHosts, ModelArena
 from paceline.mirrored.owner import Owner
 from paceline.mirrored.step_parts import DecidedStep, StepPart
+from paceline.mirrored.step_totals import StepTotals
 
 OptimizerStates = dict[int, dict[str, Any]]  # by slot
-
-
-@dataclass(frozen=True)
-class StepTotals:
-    """What replicas have computed in a step."""
-
-    samples: float
-    counted: float  # what their losses are sums over; 0: means over samples
 
 
 class OneHost(StepPart):

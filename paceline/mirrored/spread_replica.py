@@ -36,9 +36,10 @@ from paceline.memory.model_arena import ForHosts, ModelArena
 from paceline.mirrored.between_hosts import BetweenHosts
 from paceline.mirrored.link_maker import LinkMaker
 from paceline.mirrored.newest_values import NewestValues
-from paceline.mirrored.one_host import OneHost, OptimizerStates, StepTotals
+from paceline.mirrored.one_host import OneHost, OptimizerStates
 from paceline.mirrored.owner import Owner
 from paceline.mirrored.step_parts import DecidedStep
+from paceline.mirrored.step_totals import StepTotals
 
 
 class SpreadReplica(BetweenHosts):
