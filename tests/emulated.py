@@ -12,6 +12,11 @@ from paceline.launch.emulate import check_permission
 ROUNDING = 1e-5  # others add up the same numbers in other groups: float sums differ by that, and nothing else may
 END_S = 170.0
 
+# What a host says of the first one when its own link is down: its kernel may know before the silence is too long.
+CUT_OFF_FROM_HOST_0 = (
+    r"host 0 is gone \((it has been silent for 3 s|the connection broke .*unreachable\))\); the run ends"
+)
+
 
 def may_emulate() -> bool:
     try:
