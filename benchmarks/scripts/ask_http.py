@@ -3,28 +3,29 @@
 ask_http.py PORT CLIENTS SECONDS [RATE]: each client asks again when it has its answer; or, with a rate, so many
 requests a second are begun however long answers take, and those that find no free connection are counted, not sent.
 
-It shares the cores with the server that it asks, so it is as cheap as it can be: no futures, no tasks, one write and
-one read a request; and it is let in soon when an answer is there, else its own waiting would be counted as the
-server's. One client alone is a plain socket.
+It shares the cores with the server that it asks, so it is as cheap as it can be: no loop of events but its own, one
+write and one read a request, no garbage to look for. It is let in soon when an answer is there, else its own waiting
+would be counted as the server's. One client alone is a plain socket.
 """
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
+import gc
 import json
 import math
 import os
+import select
 import socket
 import struct
 import sys
 import time
-from collections.abc import Callable
-
-import uvloop
+from collections import deque
 
 from paceline.serve.short_slice import SHORTEST_NS, run_in_slices
 
 LOST = 0  # a status that no server gives
+LONGEST_WAIT_S = 0.001  # for answers, before it is looked whether a request is due
 
 
 def made_request() -> bytes:
@@ -67,23 +68,27 @@ class Reply:
         return int(head.split(b" ", 2)[1])
 
 
-class Connection(asyncio.Protocol):
-    def __init__(self, answered: Callable[[Connection, int, float], None]) -> None:
-        self._answered, self._reply, self._began = answered, Reply(), 0.0
+class Connection:
+    """One of many: at most one request is under way on it."""
 
-    def connection_made(self, transport) -> None:
-        self._transport = transport
+    def __init__(self, port: int) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port))
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.is_asked, self._reply, self._began = False, Reply(), 0.0
 
     def ask(self) -> None:
-        self._began = time.perf_counter()
-        self._transport.write(REQUEST)
+        self.is_asked, self._began = True, time.perf_counter()
+        with contextlib.suppress(OSError):  # the server has closed it: that is read next
+            self.socket.sendall(REQUEST)
 
-    def data_received(self, data: bytes) -> None:
-        if (status := self._reply.take(data)) is not None:
-            self._answered(self, status, time.perf_counter() - self._began)
-
-    def connection_lost(self, error) -> None:
-        self._answered(self, LOST, 0.0)
+    def read(self) -> tuple[int, float] | None:
+        """Something is there to be read. Returns status and seconds when it is all of the answer."""
+        try:
+            data = self.socket.recv(1 << 16)
+        except OSError:
+            data = b""
+        status = self._reply.take(data) if data else LOST
+        return None if status is None else (status, time.perf_counter() - self._began)
 
 
 def one_after_the_other(port: int, seconds: float) -> list[tuple[int, float]]:
@@ -100,55 +105,48 @@ def one_after_the_other(port: int, seconds: float) -> list[tuple[int, float]]:
     return found
 
 
-async def many(port: int, clients: int, seconds: float, rate: float | None) -> tuple[list[tuple[int, float]], int]:
-    loop, found, unsent, free = asyncio.get_running_loop(), [], 0, []
-    end = float("inf")
-
-    def answered(connection: Connection, status: int, took: float) -> None:
-        if end == float("inf") or (status == LOST and time.perf_counter() > end):
-            return
-        if connection in free:  # nothing was asked on it, and the server closes what is idle
-            free.remove(connection)
-            return
-        found.append((status, took))
-        if status == LOST:
-            return
-        if rate is None and time.perf_counter() < end:
-            connection.ask()
-        else:
-            free.append(connection)
-
-    connections = [
-        (await loop.create_connection(lambda: Connection(answered), "127.0.0.1", port))[1] for _ in range(clients)
-    ]
+def many(port: int, clients: int, seconds: float, rate: float | None) -> tuple[list[tuple[int, float]], int]:
+    """Returns answers and their seconds, and how many requests were due when no connection was free."""
+    connections = [Connection(port) for _ in range(clients)]
+    by_descriptor, events = {connection.socket.fileno(): connection for connection in connections}, select.epoll()
+    for descriptor in by_descriptor:
+        events.register(descriptor, select.EPOLLIN)
+    found, free, sent, unsent = [], deque(connections), 0, 0  # all in turn, so that none is idle for long
     began = time.perf_counter()
     end = began + seconds
-    if rate is None:
-        for connection in connections:
-            connection.ask()
-        await asyncio.sleep(seconds)
-    else:
-        sent, free = 0, list(connections)
-        while (now := time.perf_counter()) < end:
-            while sent < (now - began) * rate:
-                sent += 1
-                if free:
-                    free.pop(0).ask()  # all in turn, so that none is idle for long
-                else:
-                    unsent += 1
-            await asyncio.sleep(0.0005)
-    while len(free) < len(connections) and time.perf_counter() < end + 10:  # what was begun is waited for
-        await asyncio.sleep(0.001)
+    while (now := time.perf_counter()) < end or (len(free) < len(by_descriptor) and now < end + 10):
+        due = len(free) if rate is None else int((now - began) * rate) - sent
+        for _ in range(due if now < end else 0):
+            sent += 1
+            if free:
+                free.popleft().ask()
+            else:
+                unsent += 1
+        for descriptor, _ in events.poll(LONGEST_WAIT_S):
+            connection = by_descriptor[descriptor]
+            if (answer := connection.read()) is None:
+                continue
+            if connection.is_asked:
+                found.append(answer)
+            if answer[0] == LOST:
+                events.unregister(descriptor)
+                del by_descriptor[descriptor]
+                if not connection.is_asked:
+                    free.remove(connection)  # the server closes what is idle
+            else:
+                connection.is_asked = False
+                free.append(connection)
     return found, unsent
 
 
 def main(port: int, clients: int, seconds: float, rate: float | None) -> None:
     run_in_slices(SHORTEST_NS)
+    gc.disable()
     began = time.perf_counter()
     if clients == 1 and rate is None:
         found, unsent = one_after_the_other(port, seconds), 0
     else:
-        found, unsent = uvloop.run(many(port, clients, seconds, rate))
+        found, unsent = many(port, clients, seconds, rate)
     by_status = {}
     for status, one in found:
         by_status.setdefault(status, []).append(one)
