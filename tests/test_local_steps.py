@@ -24,6 +24,8 @@ from paceline.run_place import find_place
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3)).double()
+model.register_buffer("number", torch.tensor(0.5))
+model.register_buffer("turned", torch.arange(6.0).view(2, 3).T)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 generator = torch.Generator().manual_seed(1)
 x = torch.randn(80, 6, generator=generator, dtype=torch.float64)
@@ -58,7 +60,10 @@ def by_hand(
 
     def fresh() -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3)).double()
+        model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3)).double()
+        model.register_buffer("number", torch.tensor(0.5))
+        model.register_buffer("turned", torch.arange(6.0).view(2, 3).T)
+        return model
 
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(80, 6, generator=generator, dtype=torch.float64)

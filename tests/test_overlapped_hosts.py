@@ -250,6 +250,40 @@ def test_who_writes_to_a_shared_parameter_between_steps_is_told_and_nobody_else(
     assert not start(WRITES, flags).fine(110).told("warned")
 
 
+# One replica of each host is late in adding up what all have written of a step; the others may be in the next by then.
+LATE = """
+import json, sys, time, torch, torch.nn.functional as F, paceline as pl
+from paceline.mirrored import engine
+from paceline.run_place import find_place
+from torch import nn
+
+if find_place().rank % 2 and "late" in sys.argv:
+    add_up = engine.MirroredEngine._add_up
+    def late(self, members, number):
+        time.sleep(0.05)
+        return add_up(self, members, number)
+    engine.MirroredEngine._add_up = late
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 3))
+x, y = torch.randn(64, 8), torch.arange(64) % 3
+def loss(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), torch.tensor(len(batch[1]) + 1.0)
+trainer = pl.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+losses = [trainer.step(batch) for batch in trainer.batches((x, y), 8, seed=5)]
+trainer.evaluate((x, y), lambda model, batch: model(batch[0]).sum())
+print(json.dumps({"losses": losses, "bits": [float(p.double().sum()) for p in model.parameters()]}))
+"""
+
+
+@needs_hosts
+def test_who_is_late_in_adding_up_a_step_adds_up_that_step(start: Start) -> None:
+    flags = "--replicas 4 --emulate hosts=2,link=1gbit --overlap"
+    late, quick = (start(LATE, flags, how).fine(110) for how in ("late", ""))
+    for replica in range(4):
+        assert late.told("losses", replica) == quick.told("losses", 0)
+        assert late.told("bits", replica) == quick.told("bits", 0)
+
+
 def test_a_run_ends_though_its_script_leaves_the_loop_before_a_step_is_complete(start: Start) -> None:
     run = start(WRITES, TWO, "leave").fine(60)
     assert run.seconds < 40

@@ -33,7 +33,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--cores-per-node", type=whole("cores-per-node", 1), metavar="N", help="to ask for, default one a process"
     )
-    group.add_argument("--gpus-per-node", type=whole("gpus-per-node", 0), metavar="N", help="to ask for, default none")
+    group.add_argument(
+        "--gpus-per-node",
+        type=whole("gpus-per-node", 0),
+        metavar="N",
+        help="to ask for, default one for each cuda of --devices",
+    )
     group.add_argument("--runtime-env", metavar="JSON", help='of Ray, such as \'{"working_dir": "."}\', or a file')
     group.add_argument("--srun", metavar="FLAGS", help="more of srun's, such as 'partition=gpu time=60'")
     group.add_argument("--image", metavar="NAME", help="of the containers, with Paceline and the script in it")

@@ -170,7 +170,11 @@ def add_bound_arguments(group: argparse._ActionsContainer) -> None:
 def add_fault_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """What happens to replicas, and what then."""
     group = parser.add_argument_group("when something happens")
-    group.add_argument("--on-failure", metavar="POLICY", help="of a killed replica: continue (default), restart, stop")
+    group.add_argument(
+        "--on-failure",
+        metavar="POLICY",
+        help="of a killed replica: continue, restart, stop; default continue, or stop where nobody could",
+    )
     group.add_argument("--max-restarts", type=whole("max-restarts", 0), metavar="N", help="at most, default 10")
     group.add_argument("--slow", metavar="2:5x", help="make replica 2 a straggler: it takes 5 times as long a step")
     return group

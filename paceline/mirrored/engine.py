@@ -116,6 +116,7 @@ class MirroredEngine(LockstepEngine):
         if self._board.replicas > 1 and cut is None and copy is None and (hosts.sums_gradients or not hosts.several):
             self._parts.append(ScriptWrites(shared.arena))
         self._count = 0  # members of the step, on all hosts
+        self._in_backward = False  # this replica, in the try that is being made
         self._step: DecidedStep | None = None  # the last
         self._incomplete: DecidedStep | None = None  # the same, while its updates are still under way
         if hosts.overlaps:
@@ -239,8 +240,11 @@ class MirroredEngine(LockstepEngine):
         return found
 
     def _begin_backward(self) -> None:
-        """What the step before has left where gradients go is not needed any more."""
+        """What the step before has left where gradients go, and on the board, is not needed any more."""
         self._complete()
+        if not self._in_backward:
+            self._in_backward = True
+            leave_count(self._board, self._row, NOTHING)
         self._hosts.begin_backward()
 
     # ── a step ───────────────────────────────────────────────────────────────────────────────────────────
@@ -285,7 +289,7 @@ class MirroredEngine(LockstepEngine):
         """Computes this replica's part, and waits for the others'. Returns what all have come to, when this one had
         computed, and when all of this host had."""
         self._board.work_on(members, Kind.STEP, Phase.COMPUTING)
-        leave_count(self._board, self._row, NOTHING)
+        self._in_backward = False
         for part in reversed(self._parts):  # shards are divided before anything is sent
             part.begin(members, number)
         share = self._part.share(members)

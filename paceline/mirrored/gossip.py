@@ -68,7 +68,9 @@ class Gossip(LocalSteps):
             with self._not_tried_again("taking the mean with the other hosts"):
                 self._for_all_chunks(lambda chunk: self._halve(self._values(chunk), other, chunk))
                 for buffer in self._averaged:
-                    self._halve(buffer, other, _OF_BUFFERS)
+                    values = buffer.reshape(-1).clone()  # a number, or a view that is not contiguous, is no message
+                    self._halve(values, other, _OF_BUFFERS)
+                    buffer.copy_(values.view(buffer.shape))
         self._together.meet(Kind.UPDATE, Phase.AWAITING_HOSTS)  # nobody computes with parts of it
 
     def _halve(self, values: torch.Tensor, other: int, key: int) -> None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 
@@ -33,7 +33,7 @@ import torch
 from paceline.exchange.board import MemberLost, Members
 from paceline.exchange.sums import SharedSums
 from paceline.exchange.together import Together
-from paceline.exchange.words import Phase
+from paceline.exchange.words import Phase, Word
 from paceline.memory.model_arena import ModelArena
 from paceline.mirrored.between_hosts import AT_ONCE, BetweenHosts
 from paceline.mirrored.link_maker import LinkMaker
@@ -121,7 +121,9 @@ class OverlappedHosts(BetweenHosts):
 
     def complete(self) -> None:
         if self._step is not None:
-            self._await_chunks(range(len(self._arena.layout.chunks)))
+            members, board = self._step.members, self._together.board
+            # Also of those without a chunk: none of them reads any more what was written down for this step.
+            self._await_updates(lambda: all(board.get(rank, Word.DONE) >= members.op for rank in members.ranks))
             assert self._updating is not None
             self._updating.result()
             self._step = None
@@ -136,7 +138,12 @@ class OverlappedHosts(BetweenHosts):
 
     def _await_chunks(self, chunks: Sequence[int]) -> None:
         """Returns when these are updated, by whichever owner of this host."""
-        step, updating, updated = self._step, self._updating, self._arena.updated
+        if self._step is not None:
+            updated, op = self._arena.updated, self._step.members.op
+            self._await_updates(lambda: all(updated[chunk] >= op for chunk in chunks))
+
+    def _await_updates(self, are_made: Callable[[], bool]) -> None:
+        step, updating = self._step, self._updating
         if step is None or updating is None:
             return
         members = step.members
@@ -144,7 +151,7 @@ class OverlappedHosts(BetweenHosts):
         def ready() -> bool:
             if updating.done():
                 updating.result()  # it may have failed
-            if all(updated[chunk] >= members.op for chunk in chunks):
+            if are_made():
                 return True
             self._together.board.check_view(members)
             return False

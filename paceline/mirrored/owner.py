@@ -123,10 +123,12 @@ class Owner:
         self._finish(members, Word.DONE, work)
 
     def update_in_turn(self, members: Members, chunks: Sequence[int]) -> None:
-        """Apply the step to these of this owner's chunks, each as soon as it has arrived. Nobody takes over."""
+        """Apply the step to all of this owner's chunks, in this order, each as soon as it has arrived. Nobody takes
+        over."""
         for number in chunks:
             self._optimizer.update(number, self.gradient(members, number), self._touched)
             self._arena.updated[number] = members.op
+        self._together.board.set(self._together.replica, Word.DONE, members.op)
 
     def gradient(self, members: Members, number: int, scale: float = 1.0) -> torch.Tensor:
         """The summed gradient of a chunk, for reading, until the next call; sums are at least fp32."""
