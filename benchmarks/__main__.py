@@ -168,16 +168,16 @@ def _write(results: dict[str, Result], folder: Path, console: Console) -> None:
     from benchmarks.plot import draw, draw_curves
 
     machine = this_machine()
-    before = report.read(folder) or report.Report(machine, {})
+    before = report.read(folder) or report.Report({})
     now = before.with_new(results, machine, SUITE)
-    everything = [claim for result in now.results.values() for claim in result.claims]
+    everything = [claim for measured in now.results.values() for claim in measured.result.claims]
     claims = [claim for claim in everything if claim.bar] or everything  # the page has the others
     pictures = [folder / "benchmarks.png"]
-    draw(claims, pictures[0], str(machine))
-    for name, result in now.results.items():
-        if result.plot is not None:
+    draw(claims, pictures[0])
+    for name, measured in now.results.items():
+        if measured.result.plot is not None:
             pictures.append(folder / report.picture(name))
-            draw_curves(result.plot, pictures[-1], result.title)
+            draw_curves(measured.result.plot, pictures[-1], measured.result.title)
     for path in [*report.write(now, folder), *pictures]:
         console.print(f"wrote {path}", markup=False)
 

@@ -6,12 +6,15 @@ otherwise than one that waits in the kernel. So a figure that was measured besid
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import resource
 import time
 from pathlib import Path
 
 WORTH_SAYING = 0.03
+_SET_CHILD_SUBREAPER = 36  # of prctl
 
 
 class OtherLoad:
@@ -19,10 +22,12 @@ class OtherLoad:
     least of all when it moves bytes between two processes."""
 
     def __init__(self) -> None:
+        _adopt()
         self._before = _now()
 
     def share(self) -> float:
         """The part of all cores' time, from 0 to 1. Own processes count as such once they have been waited for."""
+        _reap()
         wall_s, all_s, own_s = (now - before for now, before in zip(_now(), self._before, strict=True))
         return max(0.0, all_s - own_s) / (wall_s * (os.cpu_count() or 1))
 
@@ -32,6 +37,18 @@ class OtherLoad:
         if share < WORTH_SAYING:
             return None
         return f"Other processes took {share:.0%} of the cores meanwhile: measure again on an idle machine."
+
+
+def _adopt() -> None:
+    """Has processes whose parent ends before them become children of this one, so that their time counts as its own."""
+    ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _reap() -> None:
+    """Waits for those that have ended. To be called when nobody else waits for a child of this process."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def _now() -> tuple[float, float, float]:

@@ -27,7 +27,7 @@ _LINES = tuple(
 )
 
 
-def draw(claims: Sequence[Claim], path: Path, machine: str) -> None:
+def draw(claims: Sequence[Claim], path: Path) -> None:
     """Write the picture of these claims, the first one on top."""
     figure, axes = plt.subplots(figsize=(13, 1.4 + 0.32 * len(claims)), layout="constrained")
     for row, claim in enumerate(claims):
@@ -53,7 +53,6 @@ def draw(claims: Sequence[Claim], path: Path, machine: str) -> None:
     ]
     handles.append(Line2D([], [], marker="|", markersize=11, color="black", linestyle="", label="bar"))
     figure.legend(handles=handles, fontsize=8, loc="outside lower right", ncols=len(handles))
-    axes.set_title(machine, fontsize=8, loc="left")
     figure.savefig(path, dpi=150, metadata={"Software": None})
     plt.close(figure)
 

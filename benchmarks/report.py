@@ -21,8 +21,8 @@ END = "<!-- figures: end -->"
 _PAGE = f"""\
 # Benchmarks
 
-Paceline beside its peers, measured in one run on one machine. `make bench` measures everything again and rewrites
-the figures below; `python -m benchmarks --help` tells how to measure a part.
+Paceline beside its peers. Each section is of one run on one machine, and says when and on which. `make bench` measures
+everything again and rewrites the figures below; `python -m benchmarks --help` tells how to measure a part.
 
 Contestants take turns, and a ratio is formed within each round: the figure is the median of the rounds, in brackets
 the lowest and the highest. All processes are pinned alike and have as many threads as cores. Of several ways to use
@@ -33,16 +33,22 @@ a peer, the fastest is the one that counts. The scripts are in `benchmarks/scrip
 """
 
 
-class Report(msgspec.Struct, frozen=True):
-    """Everything that has been measured on one machine, by benchmark."""
+class Measured(msgspec.Struct, frozen=True):
+    """A result, and the machine that it is of."""
 
     machine: Machine
-    results: dict[str, Result]
+    result: Result
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What each benchmark has found when it was run last."""
+
+    results: dict[str, Measured]
 
     def with_new(self, results: Mapping[str, Result], machine: Machine, order: Iterable[str]) -> Report:
-        """This report with new results, in the suite's order; without the old ones if they are of another machine."""
-        kept = {**self.results, **results} if machine == self.machine else dict(results)
-        return Report(machine, {name: kept[name] for name in order if name in kept})
+        """Returns this report with new results of this machine, in the suite's order."""
+        kept = {**self.results, **{name: Measured(machine, result) for name, result in results.items()}}
+        return Report({name: kept[name] for name in order if name in kept})
 
 
 def read(folder: Path) -> Report | None:
@@ -77,12 +83,17 @@ def figures(report: Report) -> str:
 
 
 def _lines(report: Report) -> Iterator[str]:
-    yield from ("", f"Machine: {report.machine}.", "")
-    yield from ("![Ratios and their bars](benchmarks.png)", "")
-    held = [claim for result in report.results.values() for claim in result.claims if claim.bar]
+    yield from ("", "![Ratios and their bars](benchmarks.png)", "")
+    held = [claim for of_one in report.results.values() for claim in of_one.result.claims if claim.bar]
     yield from _table(("what", "bar", "measured", ""), (_claim_row(claim) for claim in held))
-    for name, result in report.results.items():
-        yield from (f"## {result.title}", "", f"`python -m benchmarks {name}`, {result.measured}.", "")
+    for name, of_one in report.results.items():
+        result = of_one.result
+        yield from (
+            f"## {result.title}",
+            "",
+            f"`python -m benchmarks {name}`, {result.measured}, {of_one.machine}.",
+            "",
+        )
         rows = (
             (one.name, f"{one.median:.4g}", f"{min(one.rounds):.4g} – {max(one.rounds):.4g}", one.unit)
             for one in result.series

@@ -235,7 +235,7 @@ def own_runs(folder: Path) -> OwnRuns:
 
     One number is fitted: what a step of three healthy replicas takes beyond its samples' sleep.
     """
-    series = msgspec.json.decode((folder / "benchmarks.json").read_bytes())["results"]["straggler"]["series"]
+    series = msgspec.json.decode((folder / "benchmarks.json").read_bytes())["results"]["straggler"]["result"]["series"]
     measured = {one["name"]: statistics.median(one["rounds"]) for one in series}
     size, healthy = straggler.SIZES["full"], straggler.REPLICAS - 1
     sleep_s = size.sleep_ms / 1000

@@ -145,6 +145,8 @@ def test_a_line_that_is_being_written_is_not_taken_for_a_time(tmp_path: Path) ->
 def test_own_computing_is_not_taken_for_others_and_others_is(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([(0.0, 100.0, 5.0), (10.0, 112.0, 16.0)])  # 10 s in which 12 s were computed, 11 of them by us
     monkeypatch.setattr(load, "_now", lambda: next(clock))
+    for what_is_left_to_tests in ("_adopt", "_reap"):
+        monkeypatch.setattr(load, what_is_left_to_tests, lambda: None)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     assert load.OtherLoad().share() == pytest.approx(1 / 20)
 
@@ -365,29 +367,29 @@ def result(median: float = 1.6) -> Result:
 
 
 def test_what_was_written_is_read_back_and_the_page_shows_its_figures(tmp_path: Path) -> None:
-    written = report.Report(MACHINE, {"mlp": result(), "conv": result(1.2)})
+    written = report.Report({}).with_new({"mlp": result(), "conv": result(1.2)}, MACHINE, ("mlp", "conv"))
     record, page = report.write(written, tmp_path)
     assert report.read(tmp_path) == written
     assert record.name == "benchmarks.json"
     text = page.read_text()
     assert text.startswith("# Benchmarks\n")
-    assert "Machine: Abacus, 2 cores, 1 GiB, Linux 6, Python 3.11, torch 2.13." in text
     assert "| over DDP's | ≥ 1.50× | 1.60× (1.50 – 1.70) | reached |" in text
     assert "| over DDP's | ≥ 1.50× | 1.20× (1.10 – 1.30) | **not reached** |" in text
     assert "| Paceline | 100 | 99 – 101 | ms a step |" in text
-    assert "`python -m benchmarks conv`, 2025-01-01 00:00." in text
+    machine = "Abacus, 2 cores, 1 GiB, Linux 6, Python 3.11, torch 2.13"
+    assert f"`python -m benchmarks conv`, 2025-01-01 00:00, {machine}." in text
     assert "\nA note.\n" in text
 
 
 def test_only_what_is_between_the_markers_is_rewritten(tmp_path: Path) -> None:
     page = tmp_path / "benchmarks.md"
     page.write_text(f"my words\n{report.BEGIN}\nold\n{report.END}\nmore of them\n")
-    report.write(report.Report(MACHINE, {"mlp": result()}), tmp_path)
+    report.write(report.Report({"mlp": report.Measured(MACHINE, result())}), tmp_path)
     once = page.read_text()
     assert once.startswith(f"my words\n{report.BEGIN}\n")
     assert once.endswith(f"\n{report.END}\nmore of them\n")
     assert "old" not in once
-    report.write(report.Report(MACHINE, {"mlp": result()}), tmp_path)
+    report.write(report.Report({"mlp": report.Measured(MACHINE, result())}), tmp_path)
     assert page.read_text() == once
 
 
@@ -395,24 +397,27 @@ def test_a_page_without_markers_is_refused_before_anything_is_written(tmp_path: 
     page = tmp_path / "benchmarks.md"
     page.write_text("my words\n")
     with pytest.raises(InvalidInput, match="it must have the lines"):
-        report.write(report.Report(MACHINE, {"mlp": result()}), tmp_path)
+        report.write(report.Report({"mlp": report.Measured(MACHINE, result())}), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["benchmarks.md"]
     assert page.read_text() == "my words\n"
 
 
-def test_a_partial_run_keeps_the_other_figures_of_the_same_machine_only() -> None:
-    before = report.Report(MACHINE, {"mlp": result(1), "start": result(2)})
+def test_a_partial_run_keeps_the_other_figures_each_with_its_machine() -> None:
     order = ("mlp", "conv", "start")
-    now = before.with_new({"conv": result(3), "mlp": result(4)}, MACHINE, order)
-    assert now.results == {"mlp": result(4), "conv": result(3), "start": result(2)}
+    before = report.Report({}).with_new({"start": result(2), "mlp": result(1)}, MACHINE, order)
+    now = before.with_new({"conv": result(3), "mlp": result(4)}, this_machine(), order)
     assert list(now.results) == list(order)
-    elsewhere = before.with_new({"conv": result(3)}, this_machine(), order)
-    assert elsewhere == report.Report(this_machine(), {"conv": result(3)})
+    assert {name: of_one.result for name, of_one in now.results.items()} == {
+        "mlp": result(4),
+        "conv": result(3),
+        "start": result(2),
+    }
+    assert [of_one.machine for of_one in now.results.values()] == [this_machine(), this_machine(), MACHINE]
 
 
 def test_the_plot_is_a_picture_of_all_kinds_of_claims(tmp_path: Path) -> None:
     claims = [*result().claims, *result(1.2).claims, Claim(text="at most", rounds=(1.0,), at_most=1.1)]
-    draw(claims, tmp_path / "ratios.png", str(MACHINE))
+    draw(claims, tmp_path / "ratios.png")
     assert (tmp_path / "ratios.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -422,7 +427,7 @@ def test_a_benchmarks_own_plot_is_a_picture_and_the_page_shows_it(tmp_path: Path
         draw_curves(Plot(x="replicas", y="ms", curves=curves, log=log), tmp_path / "plot.png", "A title")
         assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     plotted = msgspec.structs.replace(result(), plot=Plot(x="replicas", y="ms", curves=curves))
-    written = report.Report(MACHINE, {"replicas": plotted})
+    written = report.Report({"replicas": report.Measured(MACHINE, plotted)})
     _, page = report.write(written, tmp_path)
     assert report.read(tmp_path) == written
     assert "![ms, by replicas](benchmarks-replicas.png)" in page.read_text()
