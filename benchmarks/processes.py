@@ -18,9 +18,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
+from paceline.forked import end_with_parent
 from paceline.launch.cores import allowed_cores, share_of_cores
 from paceline.memory.heap import KEPT_BYTES
 
@@ -139,7 +139,13 @@ def run(
 
 
 def _start(process: Process, output: Path, folder: str) -> subprocess.Popen[bytes]:
-    pin = partial(os.sched_setaffinity, 0, process.cores) if process.cores is not None else None
+    owner = os.getpid()
+
+    def begin() -> None:
+        end_with_parent(owner)  # a benchmark that is killed leaves nothing behind
+        if process.cores is not None:
+            os.sched_setaffinity(0, process.cores)
+
     with output.open("wb") as stream:
         return subprocess.Popen(
             process.command,
@@ -148,7 +154,7 @@ def _start(process: Process, output: Path, folder: str) -> subprocess.Popen[byte
             stderr=subprocess.STDOUT,
             env={**os.environ, **process.environment},
             cwd=folder,  # run folders go there, and with it
-            preexec_fn=pin,  # this process has a single thread, so nothing can hold a lock across the fork
+            preexec_fn=begin,  # this process has a single thread, so nothing can hold a lock across the fork
             start_new_session=True,
         )
 

@@ -9,14 +9,17 @@ a process that spins in its first product of matrices, and never answers.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
 import sys
 import warnings
+from collections.abc import Callable
 
 from paceline.errors import ReplicaDied
 
+_PR_SET_PDEATHSIG = 1
 _MOST_TRIES = 10
 _CPU_S = 1.0  # that the proof may take: a product of small matrices takes a thousandth
 _WALL_S = 30.0  # of a busy machine
@@ -49,6 +52,53 @@ def fork_to_compute() -> int:
         f"{_MOST_TRIES} processes were forked in vain: each came upon a lock that another thread of this process held, "
         "fork before such threads are started"
     )
+
+
+def end_with_parent(parent: int) -> None:
+    """From now on the kernel kills this process when its parent ends, however that happens.
+
+    If the parent's main thread has started it: the kernel means that thread, not the process that it belongs to.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the kernel had been told
+        os._exit(1)
+
+
+class Forks:
+    """Processes that this one's main thread forks; they end with it, or when there is no more use for them."""
+
+    def __init__(self) -> None:
+        self._processes: list[int] = []
+
+    def __enter__(self) -> Forks:
+        return self
+
+    def start(self, live: Callable[[], object]) -> None:
+        """Starts one that does this, and ends."""
+        parent = os.getpid()
+        if process := fork_to_compute():
+            self._processes.append(process)
+            return
+        status = 1
+        try:
+            end_with_parent(parent)
+            live()
+            status = 0
+        finally:
+            os._exit(status)
+
+    def failed(self) -> bool:
+        """Returns whether one of them has ended otherwise than as it should."""
+        how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        ended = (os.waitid(os.P_PID, process, how) for process in self._processes)
+        return any(found.si_status for found in ended if found is not None)
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        for process in self._processes:
+            os.waitpid(process, 0)
 
 
 def _show_that_it_computes() -> None:

@@ -14,27 +14,22 @@ and one replica that has all of them, by this process itself, last of all.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
-import signal
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
-import torch
 
 from paceline.data.feed import Feed
 from paceline.data.ledger import Ledger
 from paceline.exchange.board import Board
 from paceline.exchange.words import Word
-from paceline.forked import fork_to_compute
+from paceline.forked import Forks
 from paceline.launch.cores import share_of_cores
 from paceline.loop.training_loop import Training, TrainingLoop
 from paceline.memory.heap import keep_memory
@@ -47,7 +42,6 @@ from paceline.strategy import Strategy
 
 WARM_UP = 3  # steps that are not counted; cut models hold the loss against its graph at steps 1, 2, 4, 8 …
 LEAST, MOST = 9, 400  # steps that are made
-_PR_SET_PDEATHSIG = 1
 _SWITCH_EVERY_S = 0.0005  # of a server, as in its own process
 _MANY = 1 << 20  # epochs, or steps
 
@@ -140,7 +134,7 @@ class StepTrials:
 
     def _made_by_forks(self, strategy: Strategy, cores: tuple[int, ...], steps: int, until: float) -> MadeSteps | None:
         """Returns what the first process of a run of forks tells."""
-        with tempfile.TemporaryDirectory(prefix="paceline-trial-") as scratch, _Forks() as forks:
+        with tempfile.TemporaryDirectory(prefix="paceline-trial-") as scratch, Forks() as forks:
             servers = self._start_servers(strategy, forks, Path(scratch))
             board = Board.create(strategy.processes, supervised=False)
             reading, writing = os.pipe2(os.O_CLOEXEC)
@@ -159,11 +153,12 @@ class StepTrials:
     def _be(self, place: Place, share: tuple[int, ...], steps: int, writing: int) -> None:
         """The whole life of a replica, or of a device: the first makes so many steps, and all others go on until they
         are ended, so that it is never alone."""
+        _be_silent()
         os.sched_setaffinity(0, share)
         made = self._make(place, steps if place.row == 0 else _MANY)
         os.write(writing, msgspec.json.encode(made))
 
-    def _start_servers(self, strategy: Strategy, forks: _Forks, folder: Path) -> ServersPlace | None:
+    def _start_servers(self, strategy: Strategy, forks: Forks, folder: Path) -> ServersPlace | None:
         if not strategy.on_servers:
             return None
         write_token(folder)
@@ -180,49 +175,10 @@ def _serve(listener: socket.socket, token: str) -> None:
     """The whole life of a server."""
     from paceline.central.server.server import Server
 
+    _be_silent()
     keep_memory()
     sys.setswitchinterval(_SWITCH_EVERY_S)
     Server(listener, token=token).run()
-
-
-class _Forks:
-    """Processes that are forked of this one, and end with it, or when it has no more use for them."""
-
-    def __init__(self) -> None:
-        self._processes: list[int] = []
-
-    def __enter__(self) -> _Forks:
-        return self
-
-    def start(self, live: Callable[[], None]) -> None:
-        """Starts one that does this, and ends."""
-        owner = os.getpid()
-        if process := fork_to_compute():
-            self._processes.append(process)
-            return
-        status = 1
-        try:
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() == owner:
-                _be_silent()
-                torch.set_num_threads(1)
-                live()
-                status = 0
-        finally:
-            os._exit(status)
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        for process in self._processes:
-            os.waitpid(process, 0)
-
-    def failed(self) -> bool:
-        """Returns whether one of them has ended otherwise than as it should."""
-        how = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        ended = (os.waitid(os.P_PID, process, how) for process in self._processes)
-        return any(found.si_status for found in ended if found is not None)
 
 
 def _be_silent() -> None:
@@ -232,7 +188,7 @@ def _be_silent() -> None:
         os.dup2(nowhere, descriptor)
 
 
-def _read(reading: int, until: float, forks: _Forks) -> bytes:
+def _read(reading: int, until: float, forks: Forks) -> bytes:
     """Returns what is written there up to its end; nothing if that is not before `until`."""
     told = b""
     while (left := until - time.monotonic()) > 0:

@@ -18,7 +18,6 @@ with the process: at the end of its socket, or when the kernel says that it has 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import os
 import random
@@ -40,13 +39,12 @@ import torch
 from paceline.data.collate import Collate
 from paceline.data.samples_message import Message, pack, receive, send, unpack
 from paceline.errors import DataError, PacelineError
-from paceline.forked import fork_to_compute
+from paceline.forked import end_with_parent, fork_to_compute
 from paceline.seeds import mixed
 from paceline.torch_private import be_worker
 
 PIECES = 4  # that a worker gets of a batch: whoever is slow gets fewer
 LONGEST_END_S = 1.0  # for a sample that nobody waits for
-_PR_SET_PDEATHSIG = 1
 _COLLATING = 1 << 40  # in the place of a sample, for a seed
 
 GetMany = Callable[[list[int]], list[Any]]
@@ -211,9 +209,7 @@ class Workers:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             if main:  # else the kernel would mean the end of that thread
-                ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != caller:
-                os._exit(1)
+                end_with_parent(caller)
             for connection in (*self._sockets, here):
                 connection.close()
             self._work(number, there)

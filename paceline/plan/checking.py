@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from paceline.launch.with_parent import PARENT_VARIABLE
 from paceline.loop.step_clock import FILE, StepTimes
 from paceline.plan.cluster import Cluster
 from paceline.plan.prediction import Prediction
@@ -98,6 +99,7 @@ def check_plan(
                 command,
                 stdout=subprocess.DEVNULL,
                 stderr=said,
+                env={**os.environ, PARENT_VARIABLE: str(os.getpid())},  # whatever happens to this process
                 start_new_session=True,
             )
             try:

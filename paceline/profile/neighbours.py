@@ -9,17 +9,15 @@ each, as the workers of a DataLoader are; they end with it.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
-from paceline.forked import fork_to_compute
+from paceline.forked import Forks
 
-_PR_SET_PDEATHSIG = 1
 _BEGIN_S = 20.0  # the longest wait for their first round
 
 
@@ -27,38 +25,27 @@ _BEGIN_S = 20.0  # the longest wait for their first round
 def busy_neighbours(work: Callable[[], object], cores: Sequence[int]) -> Iterator[None]:
     """Inside, one process on each of these cores does `work` again and again. Each has done it once by then."""
     began: list[int] = []
-    children: list[int] = []
     try:
-        for core in cores:
-            reading, writing = os.pipe()
-            began.append(reading)
-            child = fork_to_compute()
-            if not child:
-                _work(work, core, writing)
-            os.close(writing)
-            children.append(child)
-        _await(began)
-        yield
+        with Forks() as neighbours:
+            for core in cores:
+                reading, writing = os.pipe()
+                began.append(reading)
+                neighbours.start(partial(_work, work, core, writing))
+                os.close(writing)
+            _await(began)
+            yield
     finally:
-        for child in children:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
         for descriptor in began:
             os.close(descriptor)
 
 
 def _work(work: Callable[[], object], core: int, writing: int) -> None:
-    """The child's whole life."""
-    try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        os.sched_setaffinity(0, {core})
+    """A neighbour's whole life."""
+    os.sched_setaffinity(0, {core})
+    work()
+    os.write(writing, b".")
+    while True:
         work()
-        os.write(writing, b".")
-        while True:
-            work()
-    finally:
-        os._exit(1)
 
 
 def _await(began: Sequence[int]) -> None:

@@ -11,7 +11,6 @@ process, wherever it is in its computing.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import enum
 import fcntl
 import gc
@@ -27,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from paceline.errors import PacelineError, ReplicaDied
+from paceline.forked import end_with_parent
 from paceline.serve.shared_values import NotSharable, SharedValues
 
 QUESTION = struct.Struct("=QQ")  # number, bytes of the request
@@ -34,7 +34,6 @@ REPLY = struct.Struct("=BQQd")  # kind, number, bytes of the answer, seconds of 
 # That the next question is looked for before the process sleeps, if the last came that soon. Longer than being woken
 # takes on a busy machine: else a client who had to wait for that once asks too late the next time, and waits again.
 AWAKE_S = 0.003
-_PR_SET_PDEATHSIG = 1
 
 AnswerFunction = Callable[..., Any]
 Factory = Callable[[], AnswerFunction]
@@ -169,9 +168,7 @@ def end_with_owner(lifeline: int, parent: int | None = None) -> None:
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
     if parent is not None:
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
+        end_with_parent(parent)
 
 
 def _use(cores: Sequence[int]) -> None:

@@ -40,7 +40,7 @@ from paceline.exchange.board import Board
 from paceline.exchange.life import Life
 from paceline.exchange.mailboxes import BOX_BYTES
 from paceline.exchange.words import HostWord
-from paceline.forked import fork_to_compute
+from paceline.forked import end_with_parent, fork_to_compute
 from paceline.launch.cores import allowed_cores, share_of_cores
 from paceline.memory.arena import Arena
 from paceline.memory.heap import keep_memory
@@ -54,7 +54,6 @@ from paceline.stoppable_calls import StoppableCalls, around
 
 MOST_DEVICES_A_CORE = 4
 LONGEST_END_S = 2.0  # that a device may take to end by itself
-_PR_SET_PDEATHSIG = 1
 _ALIGN = 64
 _C_LIBRARY = ctypes.CDLL(None, use_errno=True)
 
@@ -272,9 +271,7 @@ class _DeviceProcesses:
         try:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides
             if main:  # else the kernel would mean the end of that thread
-                _C_LIBRARY.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != self._caller:
-                os._exit(1)
+                end_with_parent(self._caller)
             for number, (theirs, callers) in enumerate(self._bells, 1):
                 os.close(callers)
                 if number > rank:
