@@ -26,7 +26,8 @@ import torch
 from torch import nn
 
 from paceline.errors import InvalidInput, ReplicaDied, StrategyError
-from paceline.exchange.board import COLLECTIVE_BITS, Board, Members
+from paceline.exchange.board import COLLECTIVE_BITS, Board
+from paceline.exchange.members import Members
 from paceline.exchange.together import Together
 from paceline.exchange.words import HostWord, Kind, Phase, Word
 from paceline.memory.arena import Arena

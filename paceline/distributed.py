@@ -30,9 +30,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.errors import LaunchError, ModelError, ReplicaDied, StrategyError
-from paceline.exchange.board import Members
 from paceline.exchange.host_sums import HostSums
 from paceline.exchange.links import Links
+from paceline.exchange.members import Members
 from paceline.exchange.together import Together
 from paceline.exchange.wire_names import matrix_rank
 from paceline.exchange.words import Kind, Phase, Word

@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.exchange.board import Board, HostsView, MemberLost, Members
+from paceline.exchange.board import Board
 from paceline.exchange.coded_sums import Round
 from paceline.exchange.links import LinkLost, Links
+from paceline.exchange.members import HostsView, MemberLost, Members
 from paceline.exchange.sums import SharedSums
 from paceline.exchange.together import Together
 from paceline.exchange.words import HostWord

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 
 from paceline.cli import Parser, complain, was_given
 from paceline.cli.cut import CUT_FLAGS
 from paceline.cli.plan import find_calibration, find_profile
+from paceline.cli.run_flags import add_arguments
 from paceline.cli.run_plan import BETWEEN_HOSTS
 from paceline.errors import StrategyError
 from paceline.plan.after_run import cluster_here
@@ -23,7 +23,7 @@ _DECIDED = (
 _OF_HOSTS = ("hosts", "host", "rdzv_endpoint", "master_addr", "master_port", "emulate", "on")
 
 
-def by_plan(options: argparse.Namespace, add_arguments: Callable[[Parser], None]) -> argparse.Namespace:
+def by_plan(options: argparse.Namespace) -> argparse.Namespace:
     """Returns the options with the flags of the best plan; says which that is, and why."""
     for name in (*_DECIDED, *_OF_HOSTS):
         value = getattr(options, name, None)

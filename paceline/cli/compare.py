@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.cli import Parser, run, whole
+from paceline.cli import Parser, run_flags, whole
 from paceline.cli.checks import check, check_script
 from paceline.cli.run_plan import RunPlan, resolve
 from paceline.compare import table
@@ -149,7 +149,7 @@ def _contenders(options: argparse.Namespace, target: Target) -> list[Contender]:
 
 def _plan(options: argparse.Namespace, way: Way, flags: Sequence[str]) -> RunPlan:
     parser = Parser("paceline run")
-    run.add_arguments(parser)
+    run_flags.add_arguments(parser)
     try:
         parsed = parser.parse([options.script, *(["-m"] if options.module else []), *flags])
         parsed.arguments = options.arguments

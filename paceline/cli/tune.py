@@ -24,15 +24,15 @@ import msgspec
 from paceline.cli import complain, whole
 from paceline.cli.checks import check, check_memory, check_script
 from paceline.cli.cut import add_cut_arguments
-from paceline.cli.run import (
+from paceline.cli.run_flags import (
     add_bound_arguments,
     add_fault_arguments,
     add_join_arguments,
     add_server_arguments,
     add_strategy_arguments,
-    not_used,
 )
 from paceline.cli.run_plan import RunPlan, resolve
+from paceline.cli.run_words import not_used
 from paceline.compare.plot import MISSING, can_plot
 from paceline.errors import InvalidInput, LaunchError, StrategyError
 from paceline.launch.cores import allowed_cores

@@ -20,8 +20,9 @@ import msgspec
 from paceline.cli import complain, whole
 from paceline.cli.checks import check, check_script
 from paceline.cli.cut import add_cut_arguments
-from paceline.cli.run import add_server_arguments, add_strategy_arguments, not_used
+from paceline.cli.run_flags import add_server_arguments, add_strategy_arguments
 from paceline.cli.run_plan import RunPlan, resolve
+from paceline.cli.run_words import not_used
 from paceline.cli.unused import unused
 from paceline.cli.verified import Precision, VerifyResult
 from paceline.errors import LaunchError, StrategyError

@@ -25,9 +25,9 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from paceline.errors import Stalled
+from paceline.exchange.members import EPOCH_BITS, MemberLost, Members, OpGivenUp
 from paceline.exchange.words import MOST_ARENAS, ROW_WORDS, HostWord, Kind, Phase, Word
 from paceline.memory import segment
 
@@ -37,7 +37,6 @@ _ROWS_BYTES = BOARD_BYTES - 8 * MOST_HOSTS
 MOST_REPLICAS = _ROWS_BYTES // 8 // ROW_WORDS - 1
 MOST_TEXT = 256  # bytes
 
-EPOCH_BITS = 20
 COLLECTIVE_BITS = 16
 
 SPIN_S = 0.001  # how long a wait burns its core before it begins to sleep
@@ -59,74 +58,6 @@ def other_call(one: str, does: Kind, other: str, other_does: Kind) -> Stalled:
         f"{one} {does.words} while {other} {other_does.words}: every replica must make the same trainer calls in the "
         "same order"
     )
-
-
-class OpGivenUp(Exception):
-    """A member was late, and has given this op up: so do all."""
-
-    def __init__(self, by: int) -> None:
-        super().__init__(by)
-        self.by = by
-
-
-class MemberLost(Exception):
-    """A member died, or moved on to a later epoch, before this op could complete: try it again without it."""
-
-
-@dataclass(frozen=True)
-class Members:
-    """Which replicas of this host take part in one try of one op."""
-
-    op: int
-    epoch: int
-    ranks: tuple[int, ...]
-    replica: int  # who is looking
-    view: HostsView | None = None  # of all hosts, if a supervisor keeps them together; its number is the epoch
-
-    @property
-    def lanes(self) -> int:
-        """How many of them own shards: as many as every host has, so that each finds its like everywhere."""
-        return len(self.ranks) if self.view is None else self.view.lanes
-
-    @property
-    def tag(self) -> int:
-        return self.op << EPOCH_BITS | self.epoch
-
-    @property
-    def first(self) -> int:
-        """The member that decides what one of them has to decide."""
-        return self.ranks[0]
-
-
-@dataclass(frozen=True)
-class HostsView:
-    """Which hosts take part in a run, from one death or arrival to the next, with how many members each.
-
-    >>> view = HostsView(3, (2, 0, 1))
-    >>> view.hosts, view.lanes, view.total, view.before(2)
-    ((0, 2), 1, 3, 2)
-    """
-
-    number: int
-    counts: tuple[int, ...]  # members by host; 0: it does not take part
-
-    @property
-    def hosts(self) -> tuple[int, ...]:
-        return tuple(host for host, count in enumerate(self.counts) if count)
-
-    @property
-    def lanes(self) -> int:
-        """What every host has at least."""
-        return min((count for count in self.counts if count), default=0)
-
-    @property
-    def total(self) -> int:
-        """Members of all hosts."""
-        return sum(self.counts)
-
-    def before(self, host: int) -> int:
-        """Members of the hosts before that one."""
-        return sum(self.counts[:host])
 
 
 class Board:

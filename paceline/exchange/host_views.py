@@ -23,7 +23,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 
-from paceline.exchange.board import Board, HostsView, MemberLost, Members
+from paceline.exchange.board import Board
+from paceline.exchange.members import HostsView, MemberLost, Members
 from paceline.exchange.words import HostWord, Phase, Word
 
 

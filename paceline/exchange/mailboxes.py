@@ -23,7 +23,8 @@ from typing import Protocol
 import torch
 
 from paceline.errors import PacelineError, ReplicaDied
-from paceline.exchange.board import Board, Members
+from paceline.exchange.board import Board
+from paceline.exchange.members import Members
 from paceline.exchange.together import Together
 from paceline.exchange.words import Kind, Phase
 from paceline.memory import segment

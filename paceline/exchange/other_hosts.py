@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from paceline.exchange.board import Members, called, other_call
+from paceline.exchange.board import called, other_call
 from paceline.exchange.links import Links
+from paceline.exchange.members import Members
 from paceline.exchange.together import Together
 from paceline.exchange.words import HostWord, Kind
 

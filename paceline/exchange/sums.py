@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import torch
 
 from paceline.errors import PacelineError
-from paceline.exchange.board import COLLECTIVE_BITS, Members
+from paceline.exchange.board import COLLECTIVE_BITS
+from paceline.exchange.members import Members
 from paceline.exchange.together import Together
 from paceline.exchange.words import Phase, Word
 from paceline.memory.model_arena import ModelArena

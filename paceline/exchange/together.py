@@ -18,8 +18,9 @@ from typing import TypeVar
 
 from paceline.deadlines import CallLimit, call_limit
 from paceline.errors import ArenaError, DeadlineExceeded, Stalled
-from paceline.exchange.board import Board, MemberLost, Members, OpGivenUp
+from paceline.exchange.board import Board
 from paceline.exchange.host_views import HostViews, await_decision
+from paceline.exchange.members import MemberLost, Members, OpGivenUp
 from paceline.exchange.words import HostWord, Kind, Phase, Word
 from paceline.memory.arena import Arena
 from paceline.stoppable_calls import CallGivenUp, check_in_time

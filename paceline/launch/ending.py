@@ -24,6 +24,7 @@ class RunEnding:
         self.exit_code: int | None = None  # known once the run is ending
         self.stopping = False  # asked to stop, and nothing worse has happened since
         self.stopped_by: str | None = None
+        self.last_death = 0  # the signal that has killed a replica
         self._failure_to_come = False
         self._heard_elsewhere: str | None = None  # the signal of which another host has told, and that comes here too
         self._kill_at = math.inf
@@ -32,6 +33,12 @@ class RunEnding:
     def begun(self) -> bool:
         """Whether the run is ending."""
         return self.exit_code is not None
+
+    def code(self, *, good: bool) -> int:
+        """Returns the exit code of this host; `good`: a replica came to the end of its script."""
+        if self.exit_code is not None:
+            return self.exit_code
+        return 0 if good else 128 + self.last_death
 
     @property
     def takes_failures(self) -> bool:

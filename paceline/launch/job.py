@@ -45,6 +45,11 @@ class RunJob:
         return [number for number, host in enumerate(self.server_hosts) if host == self.place.host]
 
     @property
+    def is_cut(self) -> bool:
+        """Whether a replica is several processes, of which none can do without the others."""
+        return self.place.strategy.split is not None
+
+    @property
     def stops(self) -> bool:
         """Whether the run may stop by itself before its script has ended."""
         return (self.until, self.longest_s, self.place.most_steps) != (None, None, None)

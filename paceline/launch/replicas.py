@@ -15,6 +15,7 @@ from functools import partial
 
 import msgspec
 
+from paceline.errors import ReplicaDied
 from paceline.exchange.words import Phase, Word
 from paceline.launch.fresh_board import board_after, new_board
 from paceline.launch.guard import Guard
@@ -108,6 +109,14 @@ class LocalReplicas:
     def anybody_is_left(self) -> bool:
         """Whether a process runs, or is to be started again."""
         return bool(self.living or self._due)
+
+    def have_failed_first(self) -> bool:
+        """Whether the run's first failure is that of one here, whose process has not ended yet; not if that is only
+        that another has died, of whom its own host says more."""
+        first = self._reporter.folder.first_failure()
+        if first is None or first.kind == ReplicaDied.__name__:
+            return False
+        return first.replica - self._job.place.rank in self.living
 
     @property
     def anybody_takes_part(self) -> bool:

@@ -31,7 +31,6 @@ from typing import TypeVar, cast
 
 import msgspec
 
-from paceline.errors import ReplicaDied
 from paceline.exchange.words import HostWord, Word
 from paceline.launch import limits
 from paceline.launch.ending import RunEnding
@@ -89,7 +88,6 @@ class Supervisor:
         self._hosts: Meeting | SingleHost = SingleHost()
         self._views: ViewKeeper | None = None  # of the hosts of mirrored replicas
         self._ending = RunEnding()
-        self._last_signal = 0  # that has killed a replica
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> RunOutcome:
@@ -150,18 +148,17 @@ class Supervisor:
         if self._replicas.anybody_is_left:
             return False
         may_join = self._job.hosts is not None and self._job.hosts.fewest is not None
-        if self._is_outside or (may_join and self._place.host and self._own_exit_code() not in (0, INTERRUPTED)):
+        if self._is_outside or (may_join and self._place.host and self._own_exit_code not in (0, INTERRUPTED)):
             self._hosts.leave()  # it may be started again
-        self._hosts.finish(self._own_exit_code(), trained=self._ending.begun or bool(self._replicas.finished))
+        self._hosts.finish(self._own_exit_code, trained=self._ending.begun or bool(self._replicas.finished))
         return self._hosts.code is not None
 
+    @property
     def _own_exit_code(self) -> int:
-        if self._ending.exit_code is not None:
-            return self._ending.exit_code
-        return 0 if self._replicas.finished else 128 + self._last_signal
+        return self._ending.code(good=bool(self._replicas.finished))
 
     def _final_exit_code(self) -> int:
-        return self._hosts.code if self._hosts.code is not None else self._own_exit_code()
+        return self._hosts.code if self._hosts.code is not None else self._own_exit_code
 
     # ── servers ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -264,14 +261,14 @@ class Supervisor:
         if self._ending.begun:
             return  # most likely our own doing
         self._restarts.deaths += 1
-        self._last_signal = number
+        self._ending.last_death = number
         if self._views is not None and self._job.on_failure != "stop":
             self._views.look(self._replicas.board, died=[replica.row])
         what = f"{self._reporter.called(replica.row)} was killed by {name} {at(step)}{limits.behind_end(-number)}"
         self._replicas.output.follow_chief()
         if self._restarts.of_replicas:
             self._say(f"{what}; {self._start_again(replica)}")
-        elif self._job.on_failure == "stop" or self._is_cut:
+        elif self._job.on_failure == "stop" or self._job.is_cut:
             self._say(
                 f"{what}; {self._restarts.used_up}the run ends" if self._replicas.living or self._several else what
             )
@@ -291,7 +288,7 @@ class Supervisor:
 
     def _start_again(self, replica: ReplicaProcess) -> str:
         """Arrange for a new process in that row, and say so."""
-        if self._is_cut:
+        if self._job.is_cut:
             self._replicas.finished.clear()
             self._replicas.drop_all()  # they cannot go on without it
         if self._replicas.finished and not self._replicas.anybody_takes_part:
@@ -305,13 +302,8 @@ class Supervisor:
         self._replicas.begin_anew(servers=self._place.servers is not None)
         self._replicas.start_later(range(self._job.place.rows), delay_s)
         self._reporter.shown = 0 if self._job.shown else None
-        why = "a cut model needs all its devices" if self._is_cut else "no replica is left"
+        why = "a cut model needs all its devices" if self._job.is_cut else "no replica is left"
         return f"{why}, all start anew{soon}"
-
-    @property
-    def _is_cut(self) -> bool:
-        """Whether a replica is several processes, of which none can do without the others."""
-        return self._job.place.strategy.split is not None
 
     def _on_failure(self, replica: ReplicaProcess, code: int, step: int) -> None:
         if not self._ending.takes_failures:
@@ -404,20 +396,12 @@ class Supervisor:
                 self._on_host_lost(message)
             elif isinstance(message, RunFailed):
                 if not self._ending.begun or self._ending.stopping:
-                    failed_here = self._has_failed_first()  # then it is told of when its process ends
+                    failed_here = self._replicas.have_failed_first()  # then it is told of when its process ends
                     if not failed_here:
                         self._say(f"host {message.host} ended the run: {message.sentence}")
                     self._end(message.code, failure_to_come=failed_here)
             elif isinstance(message, StopAsked) and not self._ending.begun:
                 self._stop(message.code, elsewhere=True, by=message.by)
-
-    def _has_failed_first(self) -> bool:
-        """Whether the run's first failure is that of a replica here, whose process has not ended yet; not if that is
-        only that another has died, of whom its own host says more."""
-        first = self._folder.first_failure()
-        if first is None or first.kind == ReplicaDied.__name__:
-            return False
-        return first.replica - self._place.rank in self._replicas.living
 
     def _on_host_lost(self, lost: HostLost) -> None:
         self._event("host lost", host=lost.host, why=lost.why)

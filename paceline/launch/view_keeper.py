@@ -20,8 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from paceline.exchange.board import EPOCH_BITS, Board, HostsView
+from paceline.exchange.board import Board
 from paceline.exchange.host_views import open_view, propose_view
+from paceline.exchange.members import EPOCH_BITS, HostsView
 from paceline.exchange.words import HostWord, Word
 from paceline.launch.host_messages import (
     HostMessage,

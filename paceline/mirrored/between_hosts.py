@@ -30,8 +30,9 @@ from contextlib import contextmanager
 import torch
 
 from paceline.errors import ReplicaDied, Stalled
-from paceline.exchange.board import Board, MemberLost, Members
+from paceline.exchange.board import Board
 from paceline.exchange.links import LOOK_EVERY, LinkLost, Links
+from paceline.exchange.members import MemberLost, Members
 from paceline.exchange.other_hosts import OtherHosts
 from paceline.exchange.sums import SharedSums
 from paceline.exchange.together import Together

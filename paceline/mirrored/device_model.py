@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from paceline.exchange.board import Members
+from paceline.exchange.members import Members
 from paceline.exchange.together import Together
 from paceline.mirrored.model_part import WholeModel
 from paceline.mirrored.one_host import OneHost

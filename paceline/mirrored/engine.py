@@ -28,8 +28,8 @@ from torch.optim import Optimizer
 
 from paceline.data.agreement import agree
 from paceline.data.script_call import ScriptCall
-from paceline.errors import DeadlineExceeded, ModelError
-from paceline.exchange.board import Members
+from paceline.errors import DeadlineExceeded
+from paceline.exchange.members import Members
 from paceline.exchange.sums import SharedSums
 from paceline.exchange.together import Together
 from paceline.exchange.words import HostWord, Kind, Phase, Word
@@ -47,7 +47,7 @@ from paceline.mirrored.script_writes import ScriptWrites
 from paceline.mirrored.shared_model import SharedModel
 from paceline.mirrored.statistics import BatchStatistics
 from paceline.mirrored.step_parts import DecidedStep, OwnShard, StepPart
-from paceline.mirrored.step_totals import StepTotals, leave_count, leave_loss
+from paceline.mirrored.step_totals import StepTotals, check_options, different_options, leave_count, leave_loss
 from paceline.mirrored.whole_state import WholeState
 from paceline.optim.host_copy import HostCopy
 from paceline.optim.models import lent
@@ -309,7 +309,7 @@ class MirroredEngine(LockstepEngine):
         self._together.arrive(members, Phase.AWAITING_GRADIENTS)
         arrived_at = time.monotonic_ns()
         self._board.enter(self._row, Phase.UPDATING)
-        self._check_options(members)
+        check_options(self._board, members)
         closed, step = self._add_up(members, number)
         for part in self._parts:
             part.agree(step)
@@ -347,12 +347,6 @@ class MirroredEngine(LockstepEngine):
             self._part.publish_buffers()
         board.host_set(HostWord.BUFFERS_OF, members.op if taken_over else 0)  # an earlier try may have said otherwise
 
-    def _check_options(self, members: Members) -> None:
-        mine = self._board.get(self._row, Word.OPTIONS)
-        for other in members.ranks:
-            if self._board.get(other, Word.OPTIONS) != mine:
-                raise _different_options(self._board.called(self._row), self._board.called(other))
-
     def _add_up(self, members: Members, number: int) -> tuple[Closed, DecidedStep]:
         """Returns what the step came to, over all hosts; and what is to be made of it here."""
         ranks = members.ranks
@@ -364,7 +358,7 @@ class MirroredEngine(LockstepEngine):
             totals = StepTotals.of_numbers(summed)
             touched = self._hosts.touched(touched, summed[len(own) :])
             if totals.options != here.options * self._hosts.count:
-                raise _different_options(f"host {self._hosts.number}", "another host")
+                raise different_options(f"host {self._hosts.number}", "another host")
         if totals.sums and totals.means:
             raise differing_kinds(counted=self._board.get_float(self._row, Word.COUNT) >= 0)
         if totals.sums and not totals.counted:
@@ -450,12 +444,3 @@ class MirroredEngine(LockstepEngine):
         for part in self._parts:
             part.close()
         self._shared.arena.arena.close()
-
-
-def _different_options(one: str, other: str) -> ModelError:
-    return ModelError(
-        "optimizer",
-        f"the options of {one}",
-        f"they differ from those of {other} (learning rate, momentum …); change them alike in every replica, and give "
-        "a scheduler to Trainer(scheduler=…) so that it is restored",
-    )

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import torch
 
-from paceline.exchange.board import Members
 from paceline.exchange.coded_sums import Round
 from paceline.exchange.host_sums import MOST_ROUNDS
+from paceline.exchange.members import Members
 from paceline.exchange.together import Together
 from paceline.exchange.words import Kind, Phase
 from paceline.memory.layout import FlatLayout

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from paceline.exchange.board import Members
+from paceline.exchange.members import Members
 from paceline.exchange.together import Together
 from paceline.exchange.words import HostWord, Phase, Word
 from paceline.loop.run_state import RunState

@@ -14,8 +14,8 @@ from typing import TypeVar
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from paceline.errors import ReplicaDied
-from paceline.exchange.board import MemberLost, Members
 from paceline.exchange.links import LOOK_EVERY, Links, Store, open_store
+from paceline.exchange.members import MemberLost, Members
 from paceline.exchange.together import Together
 from paceline.exchange.words import HostWord
 

@@ -22,7 +22,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from paceline.exchange.board import Board, Members
+from paceline.exchange.board import Board
+from paceline.exchange.members import Members
 from paceline.exchange.sums import SharedSums
 from paceline.exchange.together import Together
 from paceline.exchange.words import Kind, Phase

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from paceline.errors import ModelError
-from paceline.exchange.board import Members
+from paceline.exchange.members import Members
 from paceline.exchange.together import Together
 from paceline.exchange.words import HostWord, Kind, Phase
 from paceline.loop.lockstep import BatchShare

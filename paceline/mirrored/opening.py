@@ -19,11 +19,12 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
 from paceline.errors import LaunchError, ReplicaDied, StrategyError
-from paceline.exchange.board import Board, MemberLost
+from paceline.exchange.board import Board
 from paceline.exchange.far_mailboxes import UNLIMITED, FarMailboxes
 from paceline.exchange.host_views import HostViews
 from paceline.exchange.links import Links, Store, open_store, serve_store
 from paceline.exchange.mailboxes import Peers
+from paceline.exchange.members import MemberLost
 from paceline.exchange.together import Together
 from paceline.exchange.words import HostWord, Word
 from paceline.loop.training_loop import Training

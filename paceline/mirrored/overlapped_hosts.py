@@ -30,7 +30,7 @@ from contextlib import suppress
 
 import torch
 
-from paceline.exchange.board import MemberLost, Members
+from paceline.exchange.members import MemberLost, Members
 from paceline.exchange.sums import SharedSums
 from paceline.exchange.together import Together
 from paceline.exchange.words import Phase, Word

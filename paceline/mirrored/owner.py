@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from paceline.exchange.board import Members
+from paceline.exchange.members import Members
 from paceline.exchange.together import Together
 from paceline.exchange.words import Phase, Word
 from paceline.memory.layout import Chunk, assign

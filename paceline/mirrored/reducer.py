@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from paceline.exchange.board import Members
 from paceline.exchange.host_sums import HostSums
+from paceline.exchange.members import Members
 from paceline.exchange.together import Together
 from paceline.exchange.words import Phase, Word
 from paceline.memory.layout import assign

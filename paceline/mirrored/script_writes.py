@@ -14,7 +14,7 @@ import warnings
 
 import torch
 
-from paceline.exchange.board import Members
+from paceline.exchange.members import Members
 from paceline.memory.model_arena import ModelArena
 from paceline.mirrored.step_parts import DecidedStep, StepPart
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.errors import ModelError, ReplicaDied
-from paceline.exchange.board import MemberLost, Members
+from paceline.exchange.members import MemberLost, Members
 from paceline.exchange.together import Together
 from paceline.exchange.words import Kind, Phase
 from paceline.memory.layout import FlatLayout, aligned

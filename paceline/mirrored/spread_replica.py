@@ -23,9 +23,10 @@ import torch
 
 from paceline.deadlines import call_limit
 from paceline.errors import ReplicaDied
-from paceline.exchange.board import Board, MemberLost, Members
+from paceline.exchange.board import Board
 from paceline.exchange.far_mailboxes import FarMailboxes
 from paceline.exchange.mailboxes import Peers
+from paceline.exchange.members import MemberLost, Members
 from paceline.exchange.packing import pack, receive, send
 from paceline.exchange.sums import SharedSums
 from paceline.exchange.together import Together

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from paceline.errors import DataError
-from paceline.exchange.board import Members
+from paceline.exchange.members import Members
 from paceline.exchange.sums import SharedSums
 from paceline.mirrored.one_host import OneHost
 from paceline.mirrored.step_parts import StepPart

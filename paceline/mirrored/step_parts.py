@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from paceline.exchange.board import Members
+from paceline.exchange.members import Members
 from paceline.mirrored.owner import Owner
 
 

@@ -9,7 +9,9 @@ from dataclasses import astuple, dataclass, fields
 
 import torch
 
-from paceline.exchange.board import Board, Members
+from paceline.errors import ModelError
+from paceline.exchange.board import Board
+from paceline.exchange.members import Members
 from paceline.exchange.words import NO_LOSS, OVER_SAMPLES, HostWord, Word
 from paceline.loss_value import LossPart
 
@@ -59,6 +61,23 @@ class StepTotals:
     @property
     def mean_loss(self) -> float:
         return self.loss / self.counted if self.sums else self.loss
+
+
+def check_options(board: Board, members: Members) -> None:
+    """Raises `ModelError` if the optimizers of this host's members have different options."""
+    mine = board.get(members.replica, Word.OPTIONS)
+    for other in members.ranks:
+        if board.get(other, Word.OPTIONS) != mine:
+            raise different_options(board.called(members.replica), board.called(other))
+
+
+def different_options(one: str, other: str) -> ModelError:
+    return ModelError(
+        "optimizer",
+        f"the options of {one}",
+        f"they differ from those of {other} (learning rate, momentum …); change them alike in every replica, and give "
+        "a scheduler to Trainer(scheduler=…) so that it is restored",
+    )
 
 
 def leave_loss(board: Board, row: int, part: LossPart, samples: int) -> None:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from paceline.cli import SUBCOMMANDS, Parser, checks, main, run
 from paceline.cli.engine_flags import ENGINE_FLAGS
-from paceline.cli.run import not_used
 from paceline.cli.run_plan import RunPlan, resolve
+from paceline.cli.run_words import not_used
 from paceline.errors import InvalidInput, StrategyError
 
 ON_ENGINE = ("--on", "slurm", "--nnodes", "2", "--replicas", "2")

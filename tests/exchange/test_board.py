@@ -5,7 +5,8 @@ import time
 import pytest
 
 from paceline.errors import Stalled
-from paceline.exchange.board import Board, MemberLost
+from paceline.exchange.board import Board
+from paceline.exchange.members import MemberLost
 from paceline.exchange.together import Together
 from paceline.exchange.words import HostWord, Kind, Phase, Word
 

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from paceline.errors import Stalled
-from paceline.exchange.board import Board, HostsView, Members
+from paceline.exchange.board import Board
 from paceline.exchange.host_views import HostViews, propose_view
 from paceline.exchange.links import LinkLost, Links, open_store
+from paceline.exchange.members import HostsView, Members
 from paceline.exchange.other_hosts import OtherHosts
 from paceline.exchange.together import Together
 from paceline.exchange.words import HostWord, Kind, Phase, Word

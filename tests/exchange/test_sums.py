@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.exchange.board import Board, Members
+from paceline.exchange.board import Board
+from paceline.exchange.members import Members
 from paceline.exchange.sums import SharedSums
 from paceline.exchange.together import Together
 from paceline.memory.layout import FlatLayout

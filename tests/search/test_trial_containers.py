@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.run import add_join_arguments, add_server_arguments, add_strategy_arguments
+from paceline.cli.run_flags import add_join_arguments, add_server_arguments, add_strategy_arguments
 from paceline.cli.run_plan import RunPlan, resolve
 from paceline.cli.tune import trial_command
 from paceline.run_place import check_container

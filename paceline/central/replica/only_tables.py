@@ -20,7 +20,7 @@ from paceline.central.client.client import Client
 from paceline.central.messages.settings import Settings
 from paceline.central.replica.engine import servers_of
 from paceline.errors import ModelError
-from paceline.exchange.board import Members
+from paceline.exchange.members import Members
 from paceline.mirrored.step_parts import DecidedStep, StepPart
 from paceline.run_place import Place
 
