@@ -198,6 +198,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         "head": draw(st.sampled_from(["dense", "flatten", "pool", "grid"])),
         "input_wanted": draw(st.booleans()),
         "collected": draw(st.booleans()),
+        "by_row": draw(st.booleans()),
         "last": draw(st.integers(0, 4)) == 0,
     }
 
@@ -328,7 +329,7 @@ def test_verify_finds_no_difference(tmp_path: Path) -> None:
 
 def case_of(layers: list[Any], **changed: Any) -> dict[str, Any]:
     case = {"rows": 2, "columns": 1, "seed": 0, "shape": [1, 2, 6, 6], "layers": layers, "head": "pool"}
-    return {**case, "input_wanted": False, "last": False, "collected": True, **changed}
+    return {**case, "input_wanted": False, "last": False, "collected": True, "by_row": False, **changed}
 
 
 def refused(measure: Measure, layers: list[Any], **changed: Any) -> str:
@@ -412,13 +413,19 @@ def test_the_head_is_the_first_devices_alone_and_statistics_before_it_are_of_all
 
 
 def test_images_of_few_rows_are_dealt_out_by_sample_and_meet_those_by_row(measure: Measure) -> None:
-    """14 rows are even, 7 are not; what comes up again is put beside what was never dealt out, either way round."""
+    """Of a layer with few rows the halo is much; what comes up again is put beside what was never dealt out, either way
+    round, and what two layers are given is moved once."""
     by_sample, by_row = ["Function", {"name": "by sample"}], ["Function", {"name": "by row"}]
     down = ["Conv2d", {"out": 3, "kernel_size": 3, "stride": 2, "padding": 1}]
     up = ["Upsample", {"scale_factor": 2, "mode": "bilinear"}]
     inside = [down, by_sample, ["BatchNorm2d", {}], ["MaxPool2d", {"kernel_size": 3, "stride": 1, "padding": 1}], up]
     layers = [CONV, by_row, ["Residual", {"layers": inside, "joined": "cat"}], CONV, down, by_sample, CONV, by_sample]
     for answer in measure(case_of(layers, shape=[4, 2, 14, 6], input_wanted=True)):
+        assert answer["distances"]
+    twice = ["Residual", {"layers": [CONV, ["BatchNorm2d", {}]], "joined": "add"}]
+    for answer in measure(
+        case_of([CONV, by_row, twice, ["ReLU", {"inplace": True}], twice, by_sample], shape=[4, 2, 14, 6])
+    ):
         assert answer["distances"]
     for answer in measure(case_of([CONV, down, by_row], shape=[1, 2, 14, 6])):  # one sample: there is nothing to deal
         assert answer["distances"]

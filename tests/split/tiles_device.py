@@ -31,11 +31,12 @@ from paceline.optim import direct_gradients
 from paceline.optim.batchnorm import Statistics, make_exact
 from paceline.optim.gradients import GradientCollector, IntoBuffer
 from paceline.split.cut import train
-from paceline.split.tiles import TilesCut
+from paceline.split.tiles import TilesCut, samples
 from paceline.split.tiles.tile import Tile
 from paceline.split.values import Tiles
 
 TIMEOUT_S = 20.0
+PAYS = samples.PAYS
 Tensors = dict[str, torch.Tensor]
 
 
@@ -237,6 +238,7 @@ def measure(case: dict[str, Any], peers: Peers) -> dict[str, Any]:
         return {"distances": {}}  # a layer changes in place what another needs: torch itself has no gradient
     if not all(tensor.isfinite().all() for tensor in expected.values()):
         return {"distances": {}}  # a window of a pooling that is padding alone
+    samples.PAYS = math.inf if case["by_row"] else PAYS  # small images are soon dealt out by sample
     cut, statistics = TilesCut(Tiles(rows=case["rows"], columns=case["columns"]), peers), Statistics()
     make_exact(own, Statistics())
     with warnings.catch_warnings(record=True) as warned:

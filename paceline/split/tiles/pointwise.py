@@ -48,9 +48,10 @@ def is_pointwise(name: str) -> bool:
 
 def pointwise(tiled: TiledForward, func: Func, *args: Any, **kwargs: Any) -> Any:
     """Works on the rows of this device: tiles of the same size lie alike, and of what is whole its part is taken."""
-    tile = find((*args, *kwargs.values()))
-    assert tile is not None
     changes = in_place(func, kwargs)
+    given = (*args, *kwargs.values())
+    tile = find(given) if changes else _lead(given)
+    assert tile is not None
     if changes and not isinstance(args[0], Tile):
         return NotImplemented
     if isinstance(out := kwargs.get("out"), Tile) and out.dims != tile.dims:
@@ -70,6 +71,12 @@ def pointwise(tiled: TiledForward, func: Func, *args: Any, **kwargs: Any) -> Any
         return NotImplemented
     local = func(*own_args, **own_kwargs)
     return args[0] if changes else tile.like(local)
+
+
+def _lead(values: Any) -> Tile | None:
+    """Returns the tile as which several are joined: one that is dealt out by sample, as what follows will be, or else
+    the first."""
+    return next((value for value in values if isinstance(value, Tile) and value.dims == BY_SAMPLE), find(values))
 
 
 def own_part(tile: Tile, value: torch.Tensor) -> torch.Tensor | None:
@@ -241,7 +248,7 @@ def reshape(tiled: TiledForward, func: Func, input: Any, *shape: Any) -> Any:
 
 def concatenate(tiled: TiledForward, func: Func, tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
     """Puts tensors together along a dim that is not cut."""
-    tile = find(tensors)
+    tile = _lead(tensors)
     if tile is None or kwargs or dim % tile.dim() in tile.dims:
         return NotImplemented
     parts = [own_part(tile, tensor) if tensor.dim() == tile.dim() else None for tensor in tensors]

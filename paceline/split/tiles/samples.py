@@ -1,9 +1,9 @@
 """Images of few rows are dealt out by sample: seven rows of eight images are four and three, or four images each.
 
 Deep in a network images are small. Rows no longer divide evenly, and every device waits for the one that has more of
-them, in every layer. From there on each device has some of the samples instead, whole. To get there everybody sends
-everybody else the rows of its samples, once, and backward the other way round. Tiles that are cut otherwise and meet
-again later (a U-Net's skips) are moved in the same way.
+them, in every layer; and of those that do, the halo is a good part. From there on each device has some of the samples
+instead, whole. To get there everybody sends everybody else the rows of its samples, once, and backward the other way
+round. Tiles that are cut otherwise and meet again later (a U-Net's skips) are moved in the same way.
 
 Which of the two it is depends on the size of the batch, and nothing else may: what is done on tiles by row is done on
 tiles by sample, and where an image by row becomes a whole (its mean, say), so does one by sample.
@@ -18,11 +18,14 @@ from torch.autograd.function import once_differentiable
 
 from paceline.exchange.mailboxes import DeviceGroup
 from paceline.split.tiles.halo_exchange import as_laid_out
-from paceline.split.tiles.needed_rows import ranges
-from paceline.split.tiles.tile import Tile
+from paceline.split.tiles.needed_rows import NeededRows, ranges
+from paceline.split.tiles.tile import MovedTile, Tile
+from paceline.torch_private import times_changed
 
 BY_SAMPLE = (0,)  # the dims of a tile that is cut so
-PAYS = 1.05  # by how much the largest share of the rows has to be above that of the samples
+# By how much the largest share of the rows has to be above that of the samples. Measured on resnet18: layers of 56 rows
+# on two devices, of which one is borrowed, gain 9 %.
+PAYS = 1.03
 
 
 class _Moved(torch.autograd.Function):
@@ -53,17 +56,25 @@ def _exchanged(x: torch.Tensor, group: DeviceGroup, source: int, target: int, le
 
 
 def moved(tile: Tile, dim: int) -> Tile:
-    """Returns the same tensor, cut along another dim. Only where images are cut in one direction."""
+    """Returns the same tensor, cut along another dim. Only where images are cut in one direction.
+
+    A residual block needs its input twice: who is moved again unchanged is there already."""
     ((axis,), (source,), length) = tile.tiled.grid.axes, tile.dims, tile.shape[dim]
-    lengths = tile.lengths[0], length
-    local = _Moved.apply(tile.local, axis.group, source, dim, lengths)  # type: ignore[no-untyped-call]
-    return Tile(local, (dim,), (length,), tile.tiled)
+    state = dim, times_changed(tile.local), torch.is_grad_enabled()
+    if (kept := tile.moved) is None or kept.state != state or times_changed(kept.tile.local) != kept.times_changed:
+        lengths = tile.lengths[0], length
+        local = _Moved.apply(tile.local, axis.group, source, dim, lengths)  # type: ignore[no-untyped-call]
+        tile.moved = kept = MovedTile(Tile(local, (dim,), (length,), tile.tiled), times_changed(local), state)
+    return kept.tile
 
 
-def few_rows(x: Tile, outputs: int) -> bool:
-    """Returns whether so many rows, which an op makes of images, are less evenly divided than the samples are."""
-    (axis,), samples = x.tiled.grid.axes, x.shape[0]
-    return samples >= axis.parts and (_largest_share(samples, axis.parts) * PAYS <= _largest_share(outputs, axis.parts))
+def few_rows(x: Tile, needed: NeededRows, outputs: int) -> bool:
+    """Returns whether rows are less evenly divided than samples are: so many `outputs` of an op, or those that it
+    needs, halo included."""
+    (axis,), samples, (_, rows) = x.tiled.grid.axes, x.shape[0], needed.have[-1]
+    most_needed = max(stop - start for start, stop in needed.need)
+    by_row = max(_largest_share(outputs, axis.parts), most_needed * axis.parts / rows)
+    return samples >= axis.parts and _largest_share(samples, axis.parts) * PAYS <= by_row
 
 
 def _largest_share(length: int, parts: int) -> float:

@@ -63,12 +63,12 @@ class Neighbourhood:
             self.x = self.tiled.whole(self.x, func)
         return True
 
-    def by_sample(self) -> Tile | None:
-        """Returns the images by sample, if they lie so, or should from here on; None if not."""
+    def by_sample(self, needed: Sequence[NeededRows]) -> Tile | None:
+        """Returns the images by sample, if they lie so, or should from here on; None if not. `needed`: of rows."""
         x = self.x
         if not isinstance(x, Tile) or len(self.axes) > 1:
             return None
-        if x.dims != BY_SAMPLE and few_rows(x, self.outputs[self.axes[0].which]):
+        if x.dims != BY_SAMPLE and few_rows(x, needed[0], self.outputs[self.axes[0].which]):
             self.x = x = moved(x, 0)
         return x if x.dims == BY_SAMPLE else None
 
@@ -145,7 +145,8 @@ def convolve(
             x = pad_one(x, 2 + i, (low - inner[i], high - inner[i]))  # "same" with an even kernel
         return convolved(func, x, weight, bias, Convolution(strides, inner, dilations, groups))
 
-    if (x := cut.by_sample()) is not None:
+    needed = cut.needed(lambda i, n, m, parts: sliding(n, m, parts, kernels[i], strides[i], pads[i][0], dilations[i]))
+    if (x := cut.by_sample(needed)) is not None:
         return x.like(op(x.local, pads))
     edges = _keeping_size(cut, kernels, strides, pads, dilations, weight.numel() / input.shape[1])
     if edges is not None:
@@ -153,7 +154,6 @@ def convolve(
         how = Convolution(strides, tuple(low for low, _ in pads), dilations, groups)
         group = cut.axes[0].group
         return cut.x.like(edge_convolution.convolved(cut.x.local, weight, bias, how, edges, group))
-    needed = cut.needed(lambda i, n, m, parts: sliding(n, m, parts, kernels[i], strides[i], pads[i][0], dilations[i]))
     return cut.run(needed, lambda x: op(x, _uncut(cut, pads)))
 
 
@@ -212,7 +212,8 @@ def transposed(
     # With strides longer than the kernel some outputs come from no input at all.
     if not cut.possible or any(start == stop for spread in spreads for start, stop in spread.needed.need):
         return cut.on_whole(func, weight, bias, stride, padding, output_padding, groups, dilation)
-    if (x := cut.by_sample()) is not None:
+    needed = [spread.needed for spread in spreads]
+    if (x := cut.by_sample(needed)) is not None:
         return x.like(func(x.local, weight, bias, stride, padding, output_padding, groups, dilation))
     is_cut = [2 + i in cut.dims for i in range(spatial)]
     inner = [0 if cut_here else p for cut_here, p in zip(is_cut, pads, strict=True)]
@@ -228,7 +229,7 @@ def transposed(
             local = pad_one(local, dim, missing).narrow(dim, max(0, first), stop - start)
         return local if bias is None else local + bias.view(-1, *[1] * spatial)
 
-    return cut.run([spread.needed for spread in spreads], op)
+    return cut.run(needed, op)
 
 
 # ── pooling ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -259,11 +260,11 @@ def max_pool(
     if not cut.possible:
         return cut.on_whole(func, kernel_size, stride, padding, dilation, ceil_mode)
     how = MaxPool(kernels, strides, pads, dilations, ceil_mode)
-    if (x := cut.by_sample()) is not None:
-        return x.like(how.run(func, x.local))
     needed = cut.needed(
         lambda i, n, m, parts: sliding(n, m, parts, kernels[i], strides[i], pads[i], dilations[i], exactly=ceil_mode)
     )
+    if (x := cut.by_sample(needed)) is not None:
+        return x.like(how.run(func, x.local))
     inner = tuple(0 if 2 + i in cut.dims else p for i, p in enumerate(pads))
     lowest = -math.inf if input.is_floating_point() else torch.iinfo(input.dtype).min
     return cut.run(needed, lambda x: replace(how, padding=inner).run(func, x), lowest)
@@ -291,9 +292,9 @@ def average_pool(
     cut = Neighbourhood(tiled, func, input, spatial, outputs)
     if not cut.possible:
         return cut.on_whole(func, kernel_size, stride, padding, ceil_mode, count_include_pad, *more)
-    if (x := cut.by_sample()) is not None:
-        return x.like(func(x.local, kernel_size, stride, padding, ceil_mode, count_include_pad, *more))
     needed = cut.needed(lambda i, n, m, parts: sliding(n, m, parts, kernels[i], strides[i], pads[i], 1))
+    if (x := cut.by_sample(needed)) is not None:
+        return x.like(func(x.local, kernel_size, stride, padding, ceil_mode, count_include_pad, *more))
     # Along the dims that are not cut: padding, and what the last window overhangs.
     each_dim = list(zip(lengths, outputs, kernels, strides, pads, strict=True))
     overhangs = [(m - 1) * s + k - n - p for n, m, k, s, p in each_dim]

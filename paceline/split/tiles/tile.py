@@ -7,6 +7,7 @@ done with it comes to `__torch_function__`, and what slips past that is refused,
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,6 +56,7 @@ class Tile(torch.Tensor):
     dims: tuple[int, ...]
     lengths: tuple[int, ...]  # of the whole, along these
     tiled: TiledForward
+    moved: MovedTile | None
 
     @staticmethod
     def __new__(
@@ -64,7 +66,7 @@ class Tile(torch.Tensor):
         for dim, length in zip(dims, lengths, strict=True):
             shape[dim] = length
         tile: Tile = empty_tensor(cls, shape, dtype=local.dtype, device=local.device)
-        tile.local, tile.dims, tile.lengths, tile.tiled = local, dims, lengths, tiled
+        tile.local, tile.dims, tile.lengths, tile.tiled, tile.moved = local, dims, lengths, tiled, None
         return tile
 
     def like(self, local: torch.Tensor) -> Tile:
@@ -87,6 +89,15 @@ class Tile(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         raise ModelError("model", str(func), "this operator was given a tile of an image and cannot be cut")
+
+
+@dataclass(frozen=True)
+class MovedTile:
+    """A tile that was cut along another dim, as long as both are what they were then."""
+
+    tile: Tile
+    times_changed: int
+    state: tuple[int, int, bool]  # along which dim, how often the other was changed before, with gradients or without
 
 
 def find(values: Any) -> Tile | None:
