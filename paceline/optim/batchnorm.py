@@ -11,15 +11,18 @@ With m, v the mean and variance of the batch, x̂ = (x−m)/√(v+ε) and N samp
     dx = w/√(v+ε) · (dy − Σdy/N − x̂·Σ(dy·x̂)/N)        sums over the whole batch
 
 On a CPU the sums are formed over the pixels of an image, which lie side by side, and then over the images. That makes
-up for what the exchange costs: torch's own kernels go over the batch channel by channel.
+up for what the exchange costs: torch's own kernels go over the batch channel by channel. What there is a channel is
+computed on the host, in float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -30,6 +33,7 @@ from paceline.optim.image_blocks import image_blocks
 from paceline.torch_private import AnyBatchNorm, check_input_dims, keep_compiler_out
 
 Sum = Callable[[torch.Tensor], torch.Tensor]
+Numbers = npt.NDArray[np.float64]  # of channels
 
 
 class Statistics:
@@ -106,8 +110,8 @@ def exact_batch_norm(
     normalized, mean, variance, count = ExactBatchNorm.apply(x, weight, bias, eps, total)  # type: ignore[no-untyped-call]
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
-            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-            running_var.lerp_((variance * (count / (count - 1))).to(running_var.dtype), momentum)
+            for running, own in ((running_mean, mean), (running_var, variance * (count / (count - 1)))):
+                running.lerp_(torch.from_numpy(own).to(running.device, running.dtype), momentum)
     return normalized  # type: ignore[no-any-return]
 
 
@@ -233,6 +237,7 @@ class _OverAllParts(TorchFunctionMode):
 
 class ExactBatchNorm(torch.autograd.Function):
     @staticmethod
+    @np.errstate(all="ignore")  # what is infinite or no number any more is told by the loss
     def forward(
         ctx: Any,
         x: torch.Tensor,
@@ -240,89 +245,114 @@ class ExactBatchNorm(torch.autograd.Function):
         bias: torch.Tensor | None,
         eps: float,
         total: Sum,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
+    ) -> tuple[torch.Tensor, Numbers, Numbers, float]:
         channels = x.size(1)
         own_count = x.numel() // channels
         own_mean, own_variance = _mean_and_variance(x)
-        mine = torch.empty(2 * channels + 1, dtype=torch.float64)
+        mine = np.empty(2 * channels + 1)
         mine[0] = own_count
         mine[1 : channels + 1] = own_mean * own_count
-        mine[channels + 1 :] = (own_variance + own_mean.square()) * own_count
-        sums = total(mine).to(x.device)
+        mine[channels + 1 :] = (own_variance + own_mean * own_mean) * own_count
+        sums = _numbers(total(torch.from_numpy(mine)))
         count = float(sums[0])
         if count <= 1:
             raise ValueError("BatchNorm needs more than one value per channel in a batch when training")
         mean = sums[1 : channels + 1] / count
-        variance = (sums[channels + 1 :] / count - mean.square()).clamp_(min=0)
-        kept_type = weight.dtype if weight is not None else torch.promote_types(x.dtype, torch.float32)
-        mean_x, variance_x = mean.to(kept_type), variance.to(kept_type)
-        normalized = torch.native_batch_norm(x, weight, bias, mean_x, variance_x, False, 0.0, eps)[0]
-        ctx.save_for_backward(x, weight, mean_x, variance_x)
-        ctx.eps, ctx.total, ctx.count = eps, total, count
-        ctx.mark_non_differentiable(mean, variance)
+        variance = np.maximum(sums[channels + 1 :] / count - mean * mean, 0)
+        normalized = _normalized(x, [weight, bias, *_like(x, weight, mean, variance)], eps)
+        ctx.save_for_backward(x, weight)
+        ctx.mean, ctx.variance, ctx.eps, ctx.total, ctx.count = mean, variance, eps, total, count
         return normalized, mean, variance, count
 
     @staticmethod
+    @np.errstate(all="ignore")
     def backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-        x, weight, mean, variance = ctx.saved_tensors
-        invstd = (variance.double() + ctx.eps).rsqrt()
-        gain = invstd if weight is None else invstd * weight.double()
-        own_dy, own_dy_x = _sums_with(dy, x, mean)
-        own_dy_x *= invstd
-        mean_dy_x, mean_dy = (ctx.total(torch.cat([own_dy_x, own_dy])) / ctx.count).chunk(2)
-        slope = -gain * invstd * mean_dy_x
-        dx = _straight_lines(dy, gain, x, slope, -gain * mean_dy - slope * mean.double())
+        x, weight = ctx.saved_tensors
+        scale = 1 / np.sqrt(ctx.variance + ctx.eps)
+        own_dy, own_dy_x = _sums_with(dy, x, ctx.mean)
+        own_dy_x *= scale
+        sums = _numbers(ctx.total(torch.from_numpy(np.concatenate((own_dy_x, own_dy)))))
+        mean_dy_x, mean_dy = np.split(sums / ctx.count, 2)
+        gain = scale if weight is None else scale * _numbers(weight)
+        # What is taken off w/√(v+ε) · dy is again a normalization of x, with other factors.
+        gain_x, *factors = _like(x, weight, gain, -gain * mean_dy_x, -gain * mean_dy, ctx.mean, ctx.variance)
+        dx = _normalized_and(dy, gain_x.view(1, -1, *[1] * (x.dim() - 2)), x, factors, ctx.eps)
         if weight is None:
             return dx, None, None, None, None
-        return dx, own_dy_x.to(weight.dtype), own_dy.to(weight.dtype), None, None
+        return dx, *_like(x, weight, own_dy_x, own_dy), None, None
+
+
+# ── the numbers of channels: small, of float64, on the host ──────────────────────────────────────────────────
+
+
+def _numbers(values: torch.Tensor) -> Numbers:
+    """One number a channel. Of so few numpy finds in a fraction of the time what torch would."""
+    found: Numbers = values.detach().cpu().double().numpy()
+    return found
+
+
+def _like(x: torch.Tensor, weight: torch.Tensor | None, *numbers: Numbers) -> list[torch.Tensor]:
+    """Numbers as torch's normalization of x wants its statistics and factors."""
+    kept_type = weight.dtype if weight is not None else torch.promote_types(x.dtype, torch.float32)
+    return [torch.from_numpy(each).to(x.device, kept_type) for each in numbers]
+
+
+def _per_channel(values: Numbers, x: torch.Tensor) -> torch.Tensor:
+    kept_type = torch.promote_types(x.dtype, torch.float32)
+    return torch.from_numpy(values).to(x.device, kept_type).view(1, -1, *[1] * (x.dim() - 2))
 
 
 # ── sums and lines, a block of images at a time ──────────────────────────────────────────────────────────────
 
 
-def _per_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return values.to(torch.promote_types(x.dtype, torch.float32)).view(1, -1, *[1] * (x.dim() - 2))
-
-
-def _sum(x: torch.Tensor) -> torch.Tensor:
-    """The sum of every channel, in float64: in float32 over what lies side by side, then over the rest."""
+def _sum(x: torch.Tensor) -> Numbers:
+    """The sum of every channel: in float32 over what lies side by side, then over the rest."""
     if x.dim() == 2:
-        return x.sum(0, dtype=torch.float64)
+        return _numbers(x.sum(0, dtype=torch.float64))
     kept = torch.promote_types(x.dtype, torch.float32)
-    return x.flatten(2).sum(2, dtype=kept).sum(0, dtype=torch.float64)
+    found: Numbers = x.flatten(2).sum(2, dtype=kept).cpu().numpy().sum(0, dtype=np.float64)
+    return found
 
 
-def _mean_and_variance(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of every channel, in float64. The mean is taken off before squares are summed: nothing cancels."""
+def _mean_and_variance(x: torch.Tensor) -> tuple[Numbers, Numbers]:
+    """Of every channel. The mean is taken off before squares are summed: nothing cancels."""
     count = x.numel() // x.size(1)
     if x.is_cuda:
         mean, variance = torch.batch_norm_update_stats(x, None, None, 0.0)
-        return mean.double(), variance.double()
-    mean = _sum(x) / count
-    shift = _per_channel(mean, x)
-    squares = torch.zeros_like(mean)
+        return _numbers(mean), _numbers(variance)
+    own_mean = _sum(x) / count
+    shift = _per_channel(own_mean, x)
+    squares = np.zeros_like(own_mean)
     for block in image_blocks(x):
         squares += _sum((x[block] - shift).square_())
-    return mean, squares / count
+    return own_mean, squares / count
 
 
-def _sums_with(dy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _sums_with(dy: torch.Tensor, x: torch.Tensor, mean: Numbers) -> tuple[Numbers, Numbers]:
     """Of every channel the sum of dy, and of dy·(x − mean)."""
     shift = _per_channel(mean, x)
-    products = torch.zeros(x.size(1), dtype=torch.float64, device=x.device)
+    products = np.zeros_like(mean)
     for block in image_blocks(x):
         products += _sum((x[block] - shift).mul_(dy[block]))
     return _sum(dy), products
 
 
-def _straight_lines(
-    dy: torch.Tensor, gain: torch.Tensor, x: torch.Tensor, slope: torch.Tensor, offset: torch.Tensor
+def _normalized(x: torch.Tensor, factors: Sequence[torch.Tensor | None], eps: float) -> torch.Tensor:
+    """x by weight, bias, mean and variance of its channels."""
+    weight, bias, mean, variance = factors
+    return torch.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, eps)[0]
+
+
+def _normalized_and(
+    dy: torch.Tensor, gain: torch.Tensor, x: torch.Tensor, factors: Sequence[torch.Tensor], eps: float
 ) -> torch.Tensor:
-    """gain·dy + slope·x + offset, channel by channel."""
-    factors = [_per_channel(values, x) for values in (gain, slope, offset)]
-    if x.dtype in (torch.float32, torch.float64):
-        dx = torch.empty_like(x)
-        for block in image_blocks(x):
-            torch.mul(dy[block], factors[0], out=dx[block]).addcmul_(x[block], factors[1]).add_(factors[2])
-        return dx
-    return (dy * factors[0]).addcmul_(x.to(factors[1].dtype), factors[1]).add_(factors[2]).to(x.dtype)
+    """The same, and gain·dy."""
+    if x.is_cuda or x.dtype not in (torch.float32, torch.float64):
+        return (dy * gain).add_(_normalized(x, factors, eps)).to(x.dtype)
+    dx, unused = torch.empty_like(x), gain.new_empty(0)
+    into = {"save_mean": unused, "save_invstd": unused}
+    for block in image_blocks(x):
+        own = dx[block]
+        torch.ops.aten.native_batch_norm.out(x[block], *factors, False, 0.0, eps, out=own, **into)
+        own.addcmul_(dy[block], gain)
+    return dx
