@@ -19,6 +19,7 @@ Over TLS (`secure`) a channel is the same; only the socket differs.
 from __future__ import annotations
 
 import contextlib
+import math
 import select
 import socket
 import ssl
@@ -38,7 +39,9 @@ MOST_HEADER_BYTES = 16 << 20
 MOST_STRANGERS_HEADER_BYTES = 64 << 10  # before the other side has shown who it is
 MOST_BODY_BYTES = 1 << 38
 SLICE_BYTES = 4 << 20  # as fast as all at once; 1 MB is 5 % slower, 256 KB 15 %
-RECEIVED_AT_ONCE_BYTES = 512 << 10  # so that what is summed up is still in the core's own cache
+RECEIVED_AT_ONCE_BYTES = 1 << 20  # what is summed up is still in the cache, and few are woken for it
+MANY_BYTES = 128 << 10  # so many that have not come yet are waited for together,
+TOGETHER_S = 0.05  # but not for longer than this
 SMALL_BYTES = 64 << 10  # a frame up to this size leaves in one piece: one system call, one packet, one TLS record
 MOST_QUOTED = 200
 _PRELUDE = struct.Struct("<3sBIQQ")
@@ -84,6 +87,7 @@ class Channel(Generic[Header]):
         self._understood = False  # a frame of ours has come
         self._lost: str | None = None  # why nothing can be received any more
         self._interrupted = False
+        self._together = True  # many bytes of this body are waited for together
         tune(connection)
 
     # ── sending ──────────────────────────────────────────────────────────────────────────────────────────
@@ -181,6 +185,7 @@ class Channel(Generic[Header]):
             # The decoder quotes what it got.
             raise self._wrong(f"a header does not fit its schema: {printable(str(error)[:MOST_QUOTED])}") from error
         self._body_left, self._body_sum = body_bytes, self._new_sum(body_bytes)
+        self._together = True
         return header, body_bytes
 
     def _check_protocol(self, prelude: bytearray, magic: bytes, version: int) -> None:
@@ -260,15 +265,17 @@ class Channel(Generic[Header]):
     def _receive_into(self, into: memoryview, limit: _Limit, total: xxhash.xxh3_64 | None) -> None:
         connection, filled, length = self._connection, 0, len(into)
         while filled < length:
+            at_once = min(RECEIVED_AT_ONCE_BYTES, length - filled)
+            self._await_together(at_once, limit)
             if limit.timeout_s is not None:
                 connection.settimeout(limit.left())
             try:
-                count = connection.recv_into(into[filled : filled + RECEIVED_AT_ONCE_BYTES])
+                count = connection.recv_into(into[filled : filled + at_once])
             except (BlockingIOError, ssl.SSLWantReadError, TimeoutError) as error:
                 # Another thread sends with a time limit at this moment, and such a limit is the whole socket's.
                 if isinstance(error, TimeoutError) and (limit.timeout_s is not None or error.errno is not None):
                     raise  # it is our own, or the kernel's
-                _await_bytes(connection)
+                _poll(connection, None)
                 continue
             if self._interrupted or count == 0:
                 self._lost = (
@@ -278,6 +285,17 @@ class Channel(Generic[Header]):
             if total is not None:
                 total.update(into[filled : filled + count])  # while it is in the cache
             filled += count
+
+    def _await_together(self, count: int, limit: _Limit) -> None:
+        """Returns when so many bytes are there, if they are many: to be woken for each packet of them takes longer than
+        to copy it. On a slow link, or where the kernel has no room for so many, it returns before, and from then on at
+        once."""
+        low_water = count if count >= MANY_BYTES and self._together and not self._is_tls else 1
+        if low_water > 1:
+            self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
+            self._together = _poll(self._connection, min(TOGETHER_S, limit.left()))
+            # Only for that: a call that receives would wait for as many more as it has not taken yet.
+            self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
     def _wrong(self, sentence: str) -> FrameError:
         self._lost = sentence
@@ -309,10 +327,11 @@ class Channel(Generic[Header]):
         self._connection.close()
 
 
-def _await_bytes(connection: socket.socket) -> None:
+def _poll(connection: socket.socket, timeout_s: float | None) -> bool:
+    """Whether there is something to receive; waits for it."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
-    poll.poll()
+    return bool(poll.poll(None if timeout_s is None else 1000 * timeout_s))
 
 
 class _Limit:
@@ -320,10 +339,10 @@ class _Limit:
 
     def __init__(self, timeout_s: float | None) -> None:
         self.timeout_s = timeout_s
-        self._deadline = 0.0 if timeout_s is None else time.monotonic() + timeout_s
+        self._deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
 
     def left(self) -> float:
-        """Of a byte now and then there is no end: what is over is over, even if more has just arrived."""
+        """What is left. Of a byte now and then there is no end: what is over is over, even if more has just arrived."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError

@@ -23,8 +23,10 @@ from hypothesis import strategies as st
 from raw_frames import PROTOCOL, prelude, raw_frame
 
 from paceline.net.frames import (
+    MANY_BYTES,
     MOST_HEADER_BYTES,
     MOST_STRANGERS_HEADER_BYTES,
+    RECEIVED_AT_ONCE_BYTES,
     SLICE_BYTES,
     SMALL_BYTES,
     Channel,
@@ -261,6 +263,53 @@ def test_a_sender_that_pauses_is_waited_for(
     assert channel.receive() == (Push(3), 100)
     assert channel.read_whole_body(100) == bytes(100)
     done(pausing)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("room", [16384, 65536, None])
+@pytest.mark.parametrize("timeout_s", [None, SOON_S])
+def test_many_bytes_that_are_waited_for_together_come_through_any_window(
+    room: int | None, timeout_s: float | None, beside: ThreadPoolExecutor
+) -> None:
+    """Also where fewer fit into the kernel's buffer, and where they come in pieces of any size, with pauses."""
+    sender, taker = tcp_pair()
+    if room is not None:
+        taker.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
+    channel = Channel[Message](taker, DECODER)
+    body = os.urandom(3 * RECEIVED_AT_ONCE_BYTES + MANY_BYTES + 1)
+    whole = memoryview(frame(Push(step=1), body) + frame(Pull(step=2)))
+    random = np.random.default_rng(0)
+
+    def send() -> None:
+        at = 0
+        while at < len(whole):
+            some = int(random.choice([1, 1000, MANY_BYTES - 1, MANY_BYTES + 1, RECEIVED_AT_ONCE_BYTES]))
+            sender.sendall(whole[at : at + some])
+            at += some
+            if random.random() < 0.3:
+                time.sleep(0.003)
+
+    sending = beside.submit(send)
+    header, size = channel.receive(timeout_s)
+    into = bytearray(size)
+    for part in (slice(0, MANY_BYTES + 7), slice(MANY_BYTES + 7, size)):
+        channel.read_body(memoryview(into)[part], timeout_s)
+    assert (header, bytes(into)) == (Push(step=1), body)
+    assert channel.receive(timeout_s) == (Pull(step=2), 0)
+    assert taker.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1  # who polls it is told of every byte again
+    done(sending)
+    sender.close()
+    channel.close()
+
+
+def test_a_silence_where_many_bytes_are_waited_for_together_is_a_lost_connection(
+    raw: tuple[socket.socket, Channel[Message]],
+) -> None:
+    sender, channel = raw
+    sender.sendall(frame(Push(step=1), bytes(2 * MANY_BYTES))[:-MANY_BYTES])
+    _, size = channel.receive(SOON_S)
+    with pytest.raises(ConnectionLost, match=r"did not answer within 0\.2 s"):
+        channel.read_body(memoryview(bytearray(size)), 0.2)
 
 
 def test_small_frames_leave_in_one_piece() -> None:
