@@ -162,11 +162,11 @@ class _Inbox:
         try:
             while True:
                 self._receive(frame)
-                length, kind, dims, *shape = frame[:_DESCRIPTION_BYTES].view(torch.int64).tolist()
+                length, kind, last, dims, *shape = frame[:_DESCRIPTION_BYTES].view(torch.int64).tolist()
                 if length == _GOODBYE:
                     self.ended = "has ended"
                     break
-                place = self._messages.room(DTYPES[kind], length, shape[:dims])
+                place = self._messages.room(length, DTYPES[kind], bool(last), shape[:dims])
                 if length:
                     content = place.view(torch.uint8)
                     content[:_INSIDE_BYTES] = frame[_DESCRIPTION_BYTES : _DESCRIPTION_BYTES + content.nbytes]

@@ -8,7 +8,7 @@ counts it as taken. Room is given out from the beginning whenever everything was
 turn stays in the cache. A message longer than a piece travels in several. A sender that finds no room takes in what has
 been sent to it meanwhile: two devices may send to each other at the same time, however much.
 
-Shapes and types travel with the tensors: nobody has to know them in advance.
+Shapes, types and how images lie travel with the tensors: nobody has to know them in advance.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from paceline.exchange.together import Together
 from paceline.exchange.words import Kind, Phase
 from paceline.memory import segment
 from paceline.memory.arena import Arena
+from paceline.memory.channels_last import channels_are_last, empty_in_order, in_order
 
 ROOM_BYTES = 64 << 20  # of a mailbox; memory that is not used is not there
 PIECE_BYTES = 8 << 20
 DESCRIPTORS = 256
-WORDS = 16  # of a descriptor
-MOST_DIMS = WORDS - 4
+WORDS = 17  # of a descriptor
+MOST_DIMS = WORDS - 5
 _ALIGN = 64
 _HEAD_BYTES = 4096  # the counters: posted by the sender, taken by the receiver, each in a line of the cache of its own
 BOX_BYTES = _HEAD_BYTES + DESCRIPTORS * WORDS * 8 + ROOM_BYTES
@@ -304,18 +305,19 @@ class DeviceGroup:
 
 
 def in_pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the elements of a tensor in a row, in pieces as they are left in mailboxes."""
-    flat = tensor.detach().contiguous().view(-1)
+    """Returns the elements of a tensor in a row, as they lie, in pieces as they are left in mailboxes."""
+    flat = in_order(tensor.detach()).contiguous().view(-1)
     pieces = max(1, math.ceil(flat.nbytes / PIECE_BYTES))
     step = -(-max(1, flat.numel()) // pieces)
     return [flat[piece * step : (piece + 1) * step] for piece in range(pieces)]
 
 
 def described(part: torch.Tensor, whole: torch.Tensor) -> list[int]:
-    """Returns what goes with a part of a message: its length, the type, how many dims the whole has, and which."""
+    """Returns what goes with a part of a message: its length, the type, whether channels lie last, how many dims the
+    whole has, and which."""
     if whole.dim() > MOST_DIMS or whole.is_quantized:
         raise PacelineError(f"a tensor of {whole.dtype} with {whole.dim()} dims cannot go to another device")
-    return [part.numel(), DTYPE_NUMBERS[whole.dtype], whole.dim(), *whole.shape]
+    return [part.numel(), DTYPE_NUMBERS[whole.dtype], int(channels_are_last(whole)), whole.dim(), *whole.shape]
 
 
 class _Box:
@@ -381,21 +383,22 @@ class Assembly:
 
     def __init__(self) -> None:
         self.whole: deque[torch.Tensor] = deque()
-        self._begun: torch.Tensor | None = None  # a message of which pieces are missing
+        self._begun: tuple[torch.Tensor, torch.Tensor] | None = None  # one of which pieces are missing; as it lies
         self._filled = 0
 
-    def room(self, dtype: torch.dtype, length: int, shape: Sequence[int]) -> torch.Tensor:
+    def room(self, length: int, dtype: torch.dtype, last: bool, shape: Sequence[int]) -> torch.Tensor:
         """Returns where the next piece goes, of that many elements, of a message of that shape."""
         if self._begun is None:
-            self._begun, self._filled = torch.empty(list(shape), dtype=dtype), 0
-        return self._begun.view(-1)[self._filled : self._filled + length]
+            self._begun, self._filled = empty_in_order(shape, dtype, last), 0
+        return self._begun[1][self._filled : self._filled + length]
 
     def filled(self, length: int) -> None:
         """The piece is there."""
         assert self._begun is not None
+        whole, _ = self._begun
         self._filled += length
-        if self._filled == self._begun.numel():
-            self.whole.append(self._begun)
+        if self._filled == whole.numel():
+            self.whole.append(whole)
             self._begun = None
 
     def clear(self) -> None:
@@ -432,9 +435,9 @@ class _Inbox(_Box):
         """Copies out the piece that has arrived first."""
         number = self.taken
         at = number % DESCRIPTORS * WORDS
-        start, length, kind, dims = self._descriptors[at : at + 4]
+        start, length, kind, last, dims = self._descriptors[at : at + 5]
         dtype = DTYPES[kind]
-        place = self._messages.room(dtype, length, self._descriptors[at + 4 : at + 4 + dims])
+        place = self._messages.room(length, dtype, bool(last), self._descriptors[at + 5 : at + 5 + dims])
         if length:
             place.copy_(self._room[start : start + length * dtype.itemsize].view(dtype))
         self._counters[64] = number + 1

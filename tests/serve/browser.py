@@ -68,7 +68,8 @@ class Browser:
         return self._send("POST", f"{self._at}/execute/sync", {"script": script, "args": list(arguments)})
 
     def text(self, selector: str) -> str:
-        return str(self.run("return document.querySelector(arguments[0]).innerText", selector))
+        """Returns the text of what is there now; none, if nothing is there yet."""
+        return str(self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector))
 
     def wait_for(self, words: str, selector: str = "body") -> None:
         end = time.monotonic() + LONG_S

@@ -431,6 +431,20 @@ def test_images_of_few_rows_are_dealt_out_by_sample_and_meet_those_by_row(measur
         assert answer["distances"]
 
 
+def test_channels_lie_side_by_side_where_kernels_are_small_and_nobody_can_tell(measure: Measure) -> None:
+    """Of dropout and of some views one can tell: there images stay as they lie. What is gathered lies as planes."""
+    lies, planes = (["Function", {"name": name}] for name in ("side by side", "planes"))
+    pool = ["MaxPool2d", {"kernel_size": 3, "stride": 2, "padding": 1}]
+    rows = ["Function", {"name": "rows"}]  # gathers the image, and views it as only planes can be
+    large = ["Conv2d", {"out": 40, "kernel_size": 3, "padding": 1}]
+    layers = [CONV, lies, ["BatchNorm2d", {}], pool, lies, rows, CONV, lies, large, planes, CONV, lies]
+    for answer in measure(case_of(layers, shape=[2, 2, 16, 16], input_wanted=True)):
+        assert answer["distances"]
+    for as_it_lies in (["Dropout", {"p": 0.4}], ["GroupNorm", {}], ["Function", {"name": "merged"}]):
+        for answer in measure(case_of([CONV, planes, as_it_lies, CONV, planes], shape=[2, 2, 8, 8])):
+            assert answer["distances"]
+
+
 def test_gathering_a_large_image_in_the_middle_is_told_once(measure: Measure) -> None:
     first, *others = measure(case_of([CONV, REFLECT, CONV]))
     assert first["warned"] == [

@@ -27,6 +27,7 @@ from paceline.exchange.mailboxes import Peers
 from paceline.loop.returned_loss import read_loss
 from paceline.loss_value import SumUnit, Weight
 from paceline.memory.arena import Arena
+from paceline.memory.channels_last import channels_are_last
 from paceline.optim import direct_gradients
 from paceline.optim.batchnorm import Statistics, make_exact
 from paceline.optim.gradients import GradientCollector, IntoBuffer
@@ -93,6 +94,10 @@ class Function(nn.Module):
             "where": lambda: torch.where(x > 0, x, 0.1 * x),
             "by sample": lambda: x if not isinstance(x, Tile) or x.dims == (0,) else x * math.nan,
             "by row": lambda: x if not isinstance(x, Tile) or x.dims == (2,) else x * math.nan,
+            "side by side": lambda: x if not isinstance(x, Tile) or channels_are_last(x.local) else x * math.nan,
+            "planes": lambda: x if not isinstance(x, Tile) or not channels_are_last(x.local) else x * math.nan,
+            "merged": lambda: x.view(-1, 1, *x.shape[2:]).mul(2).view(x.shape),
+            "rows": lambda: x + x.cumsum(2).view(len(x), -1).view(x.shape),
             "where am I": lambda: x * (2.0 if x.shape[2] > 5 and x.requires_grad else 1.0),
         }
         if self.name == "assigned":

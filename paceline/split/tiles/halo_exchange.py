@@ -16,6 +16,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from paceline.exchange.mailboxes import DeviceGroup
+from paceline.memory.channels_last import laid_like
 from paceline.split.collectives import copied, reduced
 from paceline.split.tiles.needed_rows import NeededRows, Range, ranges
 from paceline.split.tiles.tile import Tile
@@ -47,13 +48,6 @@ class Pieces:
         return torch.cat([own if piece is None else piece for piece in self.others], self.dim)
 
 
-def as_laid_out(x: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
-    """Returns `piece` in the memory format of x: one that differs would make the whole lose it."""
-    if x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last):
-        return piece.contiguous(memory_format=torch.channels_last)
-    return piece
-
-
 class _Borrowed(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -70,7 +64,7 @@ class _Borrowed(torch.autograd.Function):
             if count:
                 shape = list(x.shape)
                 shape[dim] = count
-                pieces.others.append(as_laid_out(x, x.new_full(shape, value)))
+                pieces.others.append(laid_like(x, x.new_full(shape, value)))
 
         padding(needed.before[me])
         for index, rank in enumerate(group.ranks):
@@ -79,7 +73,7 @@ class _Borrowed(torch.autograd.Function):
                 pieces.own = rows[0] - have[0], rows[1] - rows[0]
                 pieces.others.append(None)
             elif rows is not None:
-                pieces.others.append(as_laid_out(x, peers.receive(rank)))
+                pieces.others.append(laid_like(x, peers.receive(rank)))
         padding(needed.after[me])
         return pieces.join(x)
 
@@ -99,7 +93,7 @@ class _Borrowed(torch.autograd.Function):
         else:  # some rows were only for others
             shape = list(dy.shape)
             shape[dim] = have[1] - have[0]
-            dx = dy.new_zeros(shape)
+            dx = laid_like(dy, dy.new_empty(shape)).zero_()
             if kept is not None:
                 _rows(dx, dim, have[0], kept).copy_(_rows(dy, dim, origin, kept))
         for index, rank in enumerate(group.ranks):
@@ -112,7 +106,7 @@ class _TilesGathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: DeviceGroup, dim: int, length: int) -> torch.Tensor:
         ctx.group, ctx.dim, ctx.length = group, dim, length
-        return torch.cat([as_laid_out(x, part) for part in group.exchange(x)], dim)
+        return torch.cat([laid_like(x, part) for part in group.exchange(x)], dim)
 
     @staticmethod
     @once_differentiable
@@ -139,7 +133,7 @@ def gathered(tile: Tile) -> torch.Tensor:
     x = tile.local
     for axis, dim, length in reversed(list(zip(tile.tiled.grid.axes, tile.dims, tile.lengths, strict=True))):
         x = _TilesGathered.apply(x, axis.group, dim, length)  # type: ignore[no-untyped-call]
-    return x
+    return tile.tiled.side_by_side.for_users(x)
 
 
 class Widened:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paceline.memory.channels_last import channels_are_last
 from paceline.split.tiles.samples import BY_SAMPLE, moved
 from paceline.split.tiles.tile import Func, Tile, find
 from paceline.torch_private import tree_map
@@ -125,7 +126,8 @@ def dropout(
     if p == 1:
         noise = torch.zeros_like(local)
     else:
-        last = local.dim() == 4 and not local.is_contiguous() and local.is_contiguous(memory_format=torch.channels_last)
+        tiled.stay_as_they_lie()
+        last = channels_are_last(local) and not tiled.side_by_side.allowed
         layout = torch.channels_last if last else torch.contiguous_format
         mask = torch.empty(input.shape, dtype=torch.uint8, memory_format=layout).bernoulli_(1 - p)
         own = own_part(input, mask)
@@ -241,9 +243,21 @@ def reshape(tiled: TiledForward, func: Func, input: Any, *shape: Any) -> Any:
     if lead < 0 or sizes[lead:] != tail:
         return NotImplemented
     if by_sample:
-        return input.like(func(input.local, [len(input.local), *sizes[1:]]))
-    local = func(input.local, [*sizes[:lead], *input.local.shape[first:]])
+        return input.like(_viewed(tiled, func, input.local, [len(input.local), *sizes[1:]]))
+    local = _viewed(tiled, func, input.local, [*sizes[:lead], *input.local.shape[first:]])
     return _moved(input, local, [dim - first + lead for dim in input.dims])
+
+
+def _viewed(tiled: TiledForward, func: Func, local: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    found: torch.Tensor
+    try:
+        found = func(local, sizes)
+    except RuntimeError:  # planes could be viewed so
+        if not tiled.is_dry_run:
+            raise
+        tiled.stay_as_they_lie()
+        found = func(local.contiguous(), sizes)
+    return found
 
 
 def concatenate(tiled: TiledForward, func: Func, tensors: Any, dim: int = 0, **kwargs: Any) -> Any:

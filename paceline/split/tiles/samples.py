@@ -17,7 +17,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from paceline.exchange.mailboxes import DeviceGroup
-from paceline.split.tiles.halo_exchange import as_laid_out
+from paceline.memory.channels_last import laid_like
 from paceline.split.tiles.needed_rows import NeededRows, ranges
 from paceline.split.tiles.tile import MovedTile, Tile
 from paceline.torch_private import times_changed
@@ -49,7 +49,7 @@ def _exchanged(x: torch.Tensor, group: DeviceGroup, source: int, target: int, le
         if index != group.index:
             group.peers.send(parts[index], rank)
     found = [
-        parts[index] if index == group.index else as_laid_out(x, group.peers.receive(rank))
+        parts[index] if index == group.index else laid_like(x, group.peers.receive(rank))
         for index, rank in enumerate(group.ranks)
     ]
     return torch.cat(found, source)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from paceline.memory.channels_last import channels_are_last
 from paceline.split.tiles import edge_convolution
 from paceline.split.tiles.convolution import Convolution, convolved
 from paceline.split.tiles.halo_exchange import Widened
@@ -92,6 +93,8 @@ class Neighbourhood:
             x = self.x
             if self.tiled.is_dry_run:
                 self.tiled.dry_run.cuts_whole(x.numel())
+            if channels_are_last(x):
+                self.tiled.stay_as_they_lie()
             for axis, dim, of_axis in zip(self.axes, self.dims, needed, strict=True):
                 start, stop = of_axis.need[axis.index]
                 pads = (of_axis.before[axis.index], of_axis.after[axis.index])
@@ -139,11 +142,14 @@ def convolve(
     if not cut.possible:
         return cut.on_whole(func, weight, bias, stride, padding, dilation, groups)
 
+    def lying(x: torch.Tensor) -> torch.Tensor:
+        return tiled.side_by_side.for_convolution(x, input.numel() // tiled.grid.everyone.count, weight)
+
     def op(x: torch.Tensor, pads: Sequence[Range]) -> torch.Tensor:
         inner = tuple(min(pair) for pair in pads)
         for i, (low, high) in enumerate(pads):
             x = pad_one(x, 2 + i, (low - inner[i], high - inner[i]))  # "same" with an even kernel
-        return convolved(func, x, weight, bias, Convolution(strides, inner, dilations, groups))
+        return convolved(func, lying(x), weight, bias, Convolution(strides, inner, dilations, groups))
 
     needed = cut.needed(lambda i, n, m, parts: sliding(n, m, parts, kernels[i], strides[i], pads[i][0], dilations[i]))
     if (x := cut.by_sample(needed)) is not None:
@@ -153,7 +159,7 @@ def convolve(
         assert isinstance(cut.x, Tile)
         how = Convolution(strides, tuple(low for low, _ in pads), dilations, groups)
         group = cut.axes[0].group
-        return cut.x.like(edge_convolution.convolved(cut.x.local, weight, bias, how, edges, group))
+        return cut.x.like(edge_convolution.convolved(lying(cut.x.local), weight, bias, how, edges, group))
     return cut.run(needed, lambda x: op(x, _uncut(cut, pads)))
 
 

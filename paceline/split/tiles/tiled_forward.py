@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from paceline.errors import ModelError
 from paceline.split.tiles import norms, pointwise, reductions, resize, spatial
 from paceline.split.tiles.halo_exchange import gathered
+from paceline.split.tiles.side_by_side import SideBySide
 from paceline.split.tiles.tile import Func, Grid, Tile, find
 from paceline.torch_private import PlainTensors, tree_map
 
@@ -113,6 +114,7 @@ class TiledForward(TorchFunctionMode):
         self.grid = grid
         self.dry_run = DryRun()
         self.is_dry_run = False
+        self.side_by_side = SideBySide()
         self.head: set[nn.Parameter] = set()  # used only after all that is cut
         self.in_head = False
         self.where: list[str] = []  # in the dry run: the module that is running, and those around it
@@ -194,6 +196,11 @@ class TiledForward(TorchFunctionMode):
         """Notes in the dry run why an op could not be cut."""
         if self.is_dry_run and self.dry_run.why_not is None:
             self.dry_run.why_not = self.where[-1] if self.where else "", func.__name__, why
+
+    def stay_as_they_lie(self) -> None:
+        """Notes in the dry run that images must not be laid out anew."""
+        if self.is_dry_run:
+            self.side_by_side.allowed = False
 
     def changed_its_way(self, module: nn.Module | None) -> NoReturn:
         """Refuses a forward that goes another way than in the first batch."""
