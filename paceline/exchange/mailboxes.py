@@ -14,6 +14,7 @@ Shapes, types and how images lie travel with the tensors: nobody has to know the
 from __future__ import annotations
 
 import math
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -307,7 +308,9 @@ class DeviceGroup:
 def in_pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Returns the elements of a tensor in a row, as they lie, in pieces as they are left in mailboxes."""
     flat = in_order(tensor.detach()).contiguous().view(-1)
-    pieces = max(1, math.ceil(flat.nbytes / PIECE_BYTES))
+    if flat.nbytes <= PIECE_BYTES:
+        return [flat]
+    pieces = math.ceil(flat.nbytes / PIECE_BYTES)
     step = -(-max(1, flat.numel()) // pieces)
     return [flat[piece * step : (piece + 1) * step] for piece in range(pieces)]
 
@@ -360,8 +363,8 @@ class _Outbox(_Box):
         if size:
             self._room[start : start + size].view(part.dtype).copy_(part)
         at = number % DESCRIPTORS * WORDS
-        for index, word in enumerate((start, *described(part, whole))):
-            self._descriptors[at + index] = word
+        words = array(self._descriptors.format, (start, *described(part, whole)))
+        self._descriptors[at : at + len(words)] = words
         self._lying.append((number, start, start + size))
         self._counters[0] = number + 1  # after everything it announces
         return True
@@ -435,9 +438,9 @@ class _Inbox(_Box):
         """Copies out the piece that has arrived first."""
         number = self.taken
         at = number % DESCRIPTORS * WORDS
-        start, length, kind, last, dims = self._descriptors[at : at + 5]
+        start, length, kind, last, dims, *shape = self._descriptors[at : at + WORDS].tolist()
         dtype = DTYPES[kind]
-        place = self._messages.room(length, dtype, bool(last), self._descriptors[at + 5 : at + 5 + dims])
+        place = self._messages.room(length, dtype, bool(last), shape[:dims])
         if length:
             place.copy_(self._room[start : start + length * dtype.itemsize].view(dtype))
         self._counters[64] = number + 1

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 _PLAIN = (bool, int, float, str, type(None))
+# What every module has, which is never plain: each call of a cut model looks at all attributes.
+_TABLES = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
 
 
 @contextmanager
@@ -57,7 +59,7 @@ def _attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
         (path, name): value
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if isinstance(value, _PLAIN)
+        if name not in _TABLES and isinstance(value, _PLAIN)
     }
 
 

@@ -69,12 +69,14 @@ class _Sliced(torch.autograd.Function):
 
 def copied(x: torch.Tensor, group: DeviceGroup) -> torch.Tensor:
     """Returns `x`, which all have alike; backward, the gradients of all are summed."""
-    return _Copied.apply(x, group) if group.count > 1 else x  # type: ignore[no-untyped-call]
+    return _Copied.apply(x, group) if group.count > 1 and torch.is_grad_enabled() else x  # type: ignore[no-untyped-call]
 
 
 def reduced(x: torch.Tensor, group: DeviceGroup) -> torch.Tensor:
     """Returns the sum of everybody's `x`; backward, its gradient is the same for all."""
-    return _Reduced.apply(x, group) if group.count > 1 else x  # type: ignore[no-untyped-call]
+    if group.count > 1 and torch.is_grad_enabled():
+        return _Reduced.apply(x, group)  # type: ignore[no-untyped-call, no-any-return]
+    return group.all_reduce(x)
 
 
 def gathered(x: torch.Tensor, group: DeviceGroup, dim: int) -> torch.Tensor:
