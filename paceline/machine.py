@@ -56,3 +56,13 @@ def check_shared_words(what: str) -> None:
             f"{what} on this processor ({platform.machine()}): that relies on the memory order of x86-64; "
             "pl.Trainer with --replicas works here, by collectives"
         )
+
+
+@cache
+def has_wide_instructions_of_amd() -> bool:
+    """Whether this is a processor of AMD's with AVX-512."""
+    found: dict[str, str] = {}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        found.setdefault(name.strip(), value)
+    return found.get("vendor_id", "").strip() == "AuthenticAMD" and "avx512f" in found.get("flags", "").split()

@@ -261,6 +261,16 @@ def can_follow_gradients() -> bool:
     )
 
 
+def linear_of_onednn() -> Any:
+    """Returns oneDNN's operator of a linear layer, which torch's compiler puts into what it makes for inference, and
+    which autograd knows nothing of: (x, weight, bias, "none", [], "") → x @ weightᵀ + bias. None where there is none,
+    or it is not wanted. Weights whose rows do not follow one another it multiplies a thousand times slower."""
+    import torch
+
+    there = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return torch.ops.mkldnn._linear_pointwise if may_borrow(torch.__version__) and there else None
+
+
 def is_watched(weight: torch.Tensor) -> bool:
     """Whether hooks of the user's want to see this parameter's gradient; one is the collector's own."""
     return bool(weight._backward_hooks) or len(weight._post_accumulate_grad_hooks or ()) > 1

@@ -5,7 +5,8 @@ weight is the product of two small matrices, and as large as the weight: to writ
 writing all of it. That of an embedding is a few rows, and zero elsewhere: to add them there saves making a whole table
 of them, for every micro-batch. While a step is computed, `F.linear` and `F.embedding` are therefore ones that know
 where their weight's gradient goes; a graph that we run ourselves also has `addmm`, and convolutions on tiles ask for
-themselves (`of_convolution`).
+themselves (`of_convolution`). Their products, and those of layers whose weight's gradient goes the usual way, are made
+by the library that is quicker on this processor (`products.py`).
 
 They stand back for whoever wants to see that gradient on its way, or has other plans with it: hooks, autocast, the
 compiler, `torch.func`, a gradient that is itself differentiated, `torch.autograd.grad`. They stand back altogether on a
@@ -24,6 +25,7 @@ from torch.autograd.graph import Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline import torch_private
+from paceline.optim import products
 from paceline.optim.postponed import Find, write_convolution, write_product
 
 LEAST_ELEMENTS = 1 << 18  # a megabyte: of a smaller gradient the copy takes less time than an operator in Python
@@ -61,9 +63,9 @@ _computing: set[object] = set()
 _lock = threading.Lock()
 
 
-def register(weight: torch.nn.Parameter, writer: GradientWriter) -> bool:
-    """Let `writer` have the gradient of `weight`; returns False if that would not pay, or this torch is not known."""
-    pays = (
+def pays(weight: torch.nn.Parameter) -> bool:
+    """Returns whether a layer with this weight is worth an operator of ours, and this torch is known."""
+    return (
         type(weight) is torch.nn.Parameter
         and weight.dim() >= 2
         and weight.numel() >= (LEAST_ELEMENTS if weight.dim() == 2 else LEAST_OF_CONVOLUTION)
@@ -71,9 +73,14 @@ def register(weight: torch.nn.Parameter, writer: GradientWriter) -> bool:
         and weight.device.type == "cpu"
         and torch_private.can_follow_gradients()
     )
-    if pays:
-        _writers[weight] = writer
-    return pays
+
+
+def register(weight: torch.nn.Parameter, writer: GradientWriter) -> bool:
+    """Let `writer` have the gradient of `weight`; returns False if that would not pay, or this torch is not known."""
+    if not pays(weight):
+        return False
+    _writers[weight] = writer
+    return True
 
 
 def unregister(weight: torch.nn.Parameter) -> None:
@@ -105,7 +112,7 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     """What `F.linear` is during a step, and returns."""
     usual = type(input) is torch.Tensor and (bias is None or bias.dim() == 1)
     writer = writer_of(weight) if usual else None
-    if writer is None:
+    if writer is None and not (usual and _suit(input, weight)):
         return _plain_linear(input, weight, bias)
     found: torch.Tensor = _Linear.apply(input, weight, bias, writer)  # type: ignore[no-untyped-call]
     return found
@@ -115,8 +122,8 @@ def addmm(bias: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> torc
     """Returns `bias + input @ weight`: a linear layer whose weight lies the other way round."""
     usual = type(input) is torch.Tensor and bias.dim() == 1
     writer = writer_of(weight) if usual else None
-    if writer is None:
-        return torch.addmm(bias, input, weight)
+    if writer is None and not (usual and _suit(input, weight)):
+        return products.linear(input, weight.t(), bias, _plain_addmm) if usual else torch.addmm(bias, input, weight)
     found: torch.Tensor = _AddMM.apply(bias, input, weight, writer)  # type: ignore[no-untyped-call]
     return found
 
@@ -144,17 +151,27 @@ def writer_of(weight: torch.Tensor) -> GradientWriter | None:
     if torch.compiler.is_compiling():
         return None
     writer: GradientWriter | None = _writers.get(weight)
-    if (
-        writer is None
-        or torch_private.is_watched(weight)
-        or not torch.is_grad_enabled()
-        or torch.is_autocast_enabled("cpu")
-        or torch_private.inside_torch_func()
-        or torch_private.inside_forward_derivative()
-        or _somebody_changes_operators()
-    ):
+    if writer is None or torch_private.is_watched(weight) or not _may_stand_in():
         return None
     return writer
+
+
+def _suit(input: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a layer is worth an operator of ours also where its gradient goes the usual way: for quick products."""
+    if torch.compiler.is_compiling() or not isinstance(weight, torch.nn.Parameter) or weight.dim() != 2:
+        return False
+    return products.suit(input, weight) and _may_stand_in()
+
+
+def _may_stand_in() -> bool:
+    """Whether nobody else has to do with what is computed."""
+    return (
+        torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and not torch_private.inside_torch_func()
+        and not torch_private.inside_forward_derivative()
+        and not _somebody_changes_operators()
+    )
 
 
 def _somebody_changes_operators() -> bool:
@@ -166,12 +183,12 @@ def _somebody_changes_operators() -> bool:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, writer: GradientWriter
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, writer: GradientWriter | None
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
         ctx.writer = writer
-        return torch_private.not_a_view(_plain_linear(x, weight, bias))
+        return torch_private.not_a_view(products.linear(x, weight, bias, _plain_linear))
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -180,7 +197,7 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         wants_x, _, wants_bias, _ = ctx.needs_input_grad
         rows = dy.reshape(-1, dy.size(-1))
-        dx = dy @ weight if wants_x else None
+        dx = products.product(dy, weight) if wants_x else None
         dw = _product(ctx.writer, rows.t(), x.reshape(-1, x.size(-1)), ctx.next_functions[1][0])
         return dx, dw, rows.sum(0) if wants_bias else None, None
 
@@ -188,12 +205,12 @@ class _Linear(torch.autograd.Function):
 class _AddMM(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, writer: GradientWriter
+        ctx: Any, bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, writer: GradientWriter | None
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
         ctx.writer = writer
-        return torch.addmm(bias, x, weight)
+        return products.linear(x, weight.t(), bias, _plain_addmm)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -201,7 +218,7 @@ class _AddMM(torch.autograd.Function):
             return None, None, None, None
         x, weight = ctx.saved_tensors
         wants_bias, wants_x, _, _ = ctx.needs_input_grad
-        dx = dy @ weight.t() if wants_x else None
+        dx = products.product(dy, weight.t()) if wants_x else None
         dw = _product(ctx.writer, x.t(), dy, ctx.next_functions[2][0])
         return dy.sum(0) if wants_bias else None, dx, dw, None
 
@@ -244,10 +261,25 @@ def of_convolution(writer: GradientWriter | None, find: Find, accumulate: Node |
     return _weight_gradient(writer, lambda: write_convolution(writer, find), find, accumulate)
 
 
+def _plain_addmm(x: torch.Tensor, transposed: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return torch.addmm(bias, x, transposed.t())
+
+
 def _product(
-    writer: GradientWriter, one: torch.Tensor, other: torch.Tensor, accumulate: Node | None
+    writer: GradientWriter | None, one: torch.Tensor, other: torch.Tensor, accumulate: Node | None
 ) -> torch.Tensor | None:
-    return _weight_gradient(writer, lambda: write_product(writer, one, other), lambda: one @ other, accumulate)
+    """one @ other as the gradient of a weight, by its writer if it has one; None if nobody wants it."""
+
+    def whole() -> torch.Tensor:
+        if torch.is_grad_enabled():
+            return one @ other
+        found = one.new_empty(one.size(0), other.size(1))
+        products.add_product(found, one, other, replace=True)
+        return found
+
+    if writer is None:
+        return whole() if accumulate is not None else None
+    return _weight_gradient(writer, lambda: write_product(writer, one, other), whole, accumulate)
 
 
 def _weight_gradient(

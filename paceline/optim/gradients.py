@@ -23,7 +23,7 @@ from typing import Protocol
 import torch
 
 from paceline.errors import ModelError
-from paceline.optim import direct_gradients
+from paceline.optim import direct_gradients, products
 
 
 class Destination(Protocol):
@@ -52,10 +52,10 @@ class IntoBuffer:
         self._view.add_(gradient.to(self._view.device))
 
     def put_product(self, one: torch.Tensor, other: torch.Tensor) -> None:
-        torch.mm(one, other, out=self._view)
+        products.add_product(self._view, one, other, replace=True)
 
     def add_product(self, one: torch.Tensor, other: torch.Tensor) -> None:
-        self._view.addmm_(one, other)
+        products.add_product(self._view, one, other, replace=False)
 
     def add_rows(self, numbers: torch.Tensor, rows: torch.Tensor) -> None:
         self._view.index_add_(0, numbers, rows)
@@ -110,6 +110,10 @@ class GradientCollector:
         self._written_in_place = [
             parameter for slot, parameter in numbered if direct_gradients.register(parameter, SlotWriter(self, slot))
         ]
+        # Linear ones and tables: whoever waits for gradients has their products made quickly all the same.
+        self._has_large_layers = any(
+            parameter.dim() == 2 for parameter in parameters if direct_gradients.pays(parameter)
+        )
 
     def writes(self, slot: int) -> bool:
         """Whether gradients are collected now, and this one goes into one buffer as a whole."""
@@ -160,7 +164,7 @@ class GradientCollector:
         self._seen = [False] * len(self._parameters)
         self._in_pass = [False] * len(self._parameters)
         self._collecting = True
-        if any(parameter.dim() == 2 for parameter in self._written_in_place):  # of linear layers and tables
+        if self._has_large_layers:
             direct_gradients.begin(self)
 
     @contextmanager

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from paceline.exchange.mailboxes import DeviceGroup
+from paceline.optim import direct_gradients, products
 from paceline.split.collectives import bounds, copied, gathered, reduced, sliced
 
 
@@ -44,14 +45,14 @@ def linear(
 ) -> torch.Tensor:
     """Returns x @ weight where the input dim may be in parts: every device has a summand; the bias is added once."""
     if not groups:
-        return F.linear(x, weight, bias)
-    found = _summed(F.linear(x, weight), groups)
+        return products.linear(x, weight, bias, F.linear)
+    found = _summed(products.linear(x, weight, None, F.linear), groups)
     return found if bias is None else found + bias
 
 
 def added_product(bias: torch.Tensor, x: torch.Tensor, y: torch.Tensor, groups: Sequence[DeviceGroup]) -> torch.Tensor:
     """Returns bias + x @ y, where what is summed over may be in parts."""
-    return torch.addmm(bias, x, y) if not groups else _summed(x @ y, groups) + bias
+    return direct_gradients.addmm(bias, x, y) if not groups else _summed(products.product(x, y), groups) + bias
 
 
 def convolve(
