@@ -16,7 +16,8 @@ torch that they do not know, and with `PACELINE_PLAIN_TORCH=1` (`torch_private.p
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -106,6 +107,17 @@ def end(step: object) -> None:
             F.linear = _plain_linear
         if not _computing and F.embedding is embedding:
             F.embedding = _plain_embedding
+
+
+@contextmanager
+def as_in_a_step() -> Iterator[None]:
+    """Layers compute as in a step of replicas, but for where gradients go: for who measures what that takes."""
+    step = object()
+    begin(step)
+    try:
+        yield
+    finally:
+        end(step)
 
 
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from paceline.loss_value import Weight
+from paceline.optim.direct_gradients import as_in_a_step
 from paceline.optim.models import left_as_it_was, own_state
 from paceline.profile.step_times import StepWork
 from paceline.profile.values import LayerTime
@@ -79,7 +80,7 @@ def layer_times(work: StepWork) -> LayerLook:
     """Returns what the fastest of a few steps shows."""
     model = own_state(work.model)
     best: tuple[float, float, float, _Watch] | None = None
-    with left_as_it_was(work.model):
+    with left_as_it_was(work.model), as_in_a_step():
         for _ in range(ROUNDS):
             watch = _Watch(model)
             began = time.perf_counter()

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from paceline.loss_value import Weight
+from paceline.optim.direct_gradients import as_in_a_step
 from paceline.optim.models import left_as_it_was
 from paceline.profile.neighbours import busy_neighbours, on_cores
 from paceline.profile.other_load import LoadOfOthers
@@ -50,7 +51,8 @@ class StepWork:
 
     def once(self, batch: Any) -> None:
         """Computes the gradients of a batch, and forgets them."""
-        train(self.loss, self.model, batch, Weight.whole(length_of(batch)), self.check)
+        with as_in_a_step():
+            train(self.loss, self.model, batch, Weight.whole(length_of(batch)), self.check)
         for parameter in self.model.parameters():
             parameter.grad = None
 

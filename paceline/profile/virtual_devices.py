@@ -26,6 +26,7 @@ from torch import nn
 
 from paceline.exchange.mailboxes import DeviceGroup, Peers
 from paceline.loss_value import Weight
+from paceline.optim.direct_gradients import as_in_a_step
 from paceline.optim.models import own_state
 from paceline.profile.neighbours import busy_neighbours
 from paceline.profile.step_times import StepWork, timing, undisturbed
@@ -255,7 +256,8 @@ class _VirtualDevice:
         self.cut.take(tensors)
 
     def step(self, batch: Any) -> None:
-        self.cut.train(self._work.loss, self._model, batch, Weight.whole(length_of(batch)), self._work.check)
+        with as_in_a_step():
+            self.cut.train(self._work.loss, self._model, batch, Weight.whole(length_of(batch)), self._work.check)
         self.parameter_bytes = sum(tensor.nbytes for tensor in self._parts if tensor.grad is not None)
         for tensor in (*self._parts, *self._model.parameters()):
             tensor.grad = None
