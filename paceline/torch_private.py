@@ -1,10 +1,11 @@
 """What Paceline uses of torch's private parts: what each is for, and what happens where it is missing.
 
-Two of our accelerations are loans, because they change what torch does: its compiler is loaded late
-(`launch/quick_start.py`), and linear layers, embeddings and convolutions on tiles write their gradient in place
-(`optim/direct_gradients.py`).
-Both stay away from a torch that they were not tested with, and `PACELINE_PLAIN_TORCH=1` switches both off; results are
-the same, and starts and steps take longer. Whatever else is missing is said in a sentence as soon as it is asked for.
+Three of our accelerations are loans, because they change what torch does: its compiler is loaded late
+(`launch/quick_start.py`), linear layers, embeddings and convolutions on tiles write their gradient in place
+(`optim/direct_gradients.py`), and linear layers multiply by another library where that takes less time
+(`optim/products.py`). They stay away from a torch that they were not tested with, and `PACELINE_PLAIN_TORCH=1` switches
+them off; results are the same to rounding, and starts and steps take longer. Whatever else is missing is said in a
+sentence as soon as it is asked for.
 
 What torch calls by such a name is where it looks for it: the methods of `torch_group/process_group.py`.
 
@@ -267,8 +268,7 @@ def linear_of_onednn() -> Any:
     or it is not wanted. Weights whose rows do not follow one another it multiplies a thousand times slower."""
     import torch
 
-    there = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return torch.ops.mkldnn._linear_pointwise if may_borrow(torch.__version__) and there else None
+    return torch.ops.mkldnn._linear_pointwise if may_borrow(torch.__version__) and can_pack() else None
 
 
 def is_watched(weight: torch.Tensor) -> bool:
@@ -317,6 +317,14 @@ def inside_forward_derivative() -> bool:
     from torch.autograd import forward_ad
 
     return forward_ad._current_level >= 0
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether it stands for several, of which an operator without a rule for that would make one."""
+    import torch
+
+    kinds = ("is_batchedtensor", "is_legacy_batchedtensor")
+    return any(hasattr(torch._C._functorch, kind) and getattr(torch._C._functorch, kind)(tensor) for kind in kinds)
 
 
 def not_a_view(tensor: torch.Tensor) -> torch.Tensor:

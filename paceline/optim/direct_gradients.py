@@ -170,7 +170,7 @@ def writer_of(weight: torch.Tensor) -> GradientWriter | None:
 
 def _suit(input: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether a layer is worth an operator of ours also where its gradient goes the usual way: for quick products."""
-    if torch.compiler.is_compiling() or not isinstance(weight, torch.nn.Parameter) or weight.dim() != 2:
+    if torch.compiler.is_compiling() or type(weight) is not torch.nn.Parameter:
         return False
     return products.suit(input, weight) and _may_stand_in()
 
@@ -282,20 +282,15 @@ def _product(
 ) -> torch.Tensor | None:
     """one @ other as the gradient of a weight, by its writer if it has one; None if nobody wants it."""
 
-    def whole() -> torch.Tensor:
-        if torch.is_grad_enabled():
-            return one @ other
-        found = one.new_empty(one.size(0), other.size(1))
-        products.add_product(found, one, other, replace=True)
-        return found
+    def write() -> None:
+        assert writer is not None
+        write_product(writer, one, other)
 
-    if writer is None:
-        return whole() if accumulate is not None else None
-    return _weight_gradient(writer, lambda: write_product(writer, one, other), whole, accumulate)
+    return _weight_gradient(writer, write, lambda: products.gradient(one, other), accumulate)
 
 
 def _weight_gradient(
-    writer: GradientWriter,
+    writer: GradientWriter | None,
     write: Callable[[], None],
     whole: Callable[[], torch.Tensor],
     accumulate: Node | None,
@@ -309,7 +304,7 @@ def _weight_gradient(
         return whole()
     if not accumulates:
         return None
-    if torch.is_grad_enabled() or not writer.ready:
+    if writer is None or torch.is_grad_enabled() or not writer.ready:
         return whole()
     write()
     return None

@@ -52,10 +52,10 @@ class IntoBuffer:
         self._view.add_(gradient.to(self._view.device))
 
     def put_product(self, one: torch.Tensor, other: torch.Tensor) -> None:
-        products.add_product(self._view, one, other, replace=True)
+        products.add_gradient(self._view, one, other, replace=True)
 
     def add_product(self, one: torch.Tensor, other: torch.Tensor) -> None:
-        products.add_product(self._view, one, other, replace=False)
+        products.add_gradient(self._view, one, other, replace=False)
 
     def add_rows(self, numbers: torch.Tensor, rows: torch.Tensor) -> None:
         self._view.index_add_(0, numbers, rows)

@@ -31,24 +31,22 @@ def _multiply() -> Any:
 
 
 def suit(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Returns whether `x @ weight`, or `x @ weight.t()`, is oneDNN's: rows of x with a large matrix."""
+    """Returns whether rows of x times a large matrix, or times that transposed, are oneDNN's."""
     return (
         weight.dim() == 2
         and weight.numel() >= LEAST_ELEMENTS
-        and weight.dtype == x.dtype == torch.float32
         and x.dim() >= 2
         and x.numel() >= LEAST_ROWS * x.size(-1)
-        and _multiply() is not None
-        and x.device.type == weight.device.type == "cpu"
+        and _are_plain(x, weight)
         and x.is_contiguous()
         and (weight.is_contiguous() or weight.t().is_contiguous())
-        and not torch.is_autocast_enabled("cpu")
     )
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plain: Any = F.linear) -> torch.Tensor:
     """Returns x @ weightᵀ + bias; `plain` is torch's own."""
-    if torch.is_grad_enabled() or not suit(x, weight) or (bias is not None and bias.dtype != torch.float32):
+    fits = bias is None or (bias.shape == weight.shape[:1] and bias.dtype == torch.float32)
+    if torch.is_grad_enabled() or not fits or not suit(x, weight) or x.size(-1) != weight.size(1):
         found: torch.Tensor = plain(x, weight, bias)
         return found
     return _by_onednn(x, weight, bias)
@@ -56,14 +54,20 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pla
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Returns x @ weight."""
-    if torch.is_grad_enabled() or not suit(x, weight):
+    if torch.is_grad_enabled() or not suit(x, weight) or x.size(-1) != weight.size(0):
         return x @ weight
     return _by_onednn(x, weight.t(), None)
 
 
-def add_product(place: torch.Tensor, one: torch.Tensor, other: torch.Tensor, *, replace: bool) -> None:
-    """Adds one @ other to what is in `place`, or has it replace that: the gradient of a weight, whose rows are summed
-    over what `one` and `other` have rows of. `one` is transposed."""
+def gradient(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Returns one @ other, as the gradient of a weight: rows of both are summed over, and `one` is transposed."""
+    if torch.is_grad_enabled() or not _suit_gradient(one, other):
+        return one @ other
+    return _by_onednn(one, other.t(), None)
+
+
+def add_gradient(place: torch.Tensor, one: torch.Tensor, other: torch.Tensor, *, replace: bool) -> None:
+    """Adds that to what is in `place`, or has it replace that."""
     if torch.is_grad_enabled() or place.dtype != torch.float32 or not _suit_gradient(one, other):
         if replace:
             torch.mm(one, other, out=place)
@@ -81,13 +85,24 @@ def add_product(place: torch.Tensor, one: torch.Tensor, other: torch.Tensor, *, 
 
 def _suit_gradient(one: torch.Tensor, other: torch.Tensor) -> bool:
     return (
-        one.size(0) * other.size(1) >= LEAST_ELEMENTS
-        and len(other) >= LEAST_ROWS
-        and one.dtype == other.dtype == torch.float32
-        and _multiply() is not None
-        and one.device.type == other.device.type == "cpu"
+        one.dim() == other.dim() == 2
+        and one.size(0) * other.size(1) >= LEAST_ELEMENTS
+        and one.size(1) == len(other) >= LEAST_ROWS
+        and _are_plain(one, other)
         and one.t().is_contiguous()
         and other.is_contiguous()
+    )
+
+
+def _are_plain(*matrices: torch.Tensor) -> bool:
+    """Returns whether these are just float32 in the host's memory, and nobody follows what becomes of them."""
+    return (
+        _multiply() is not None
+        and all(type(matrix) in (torch.Tensor, torch.nn.Parameter) for matrix in matrices)
+        and all(matrix.dtype == torch.float32 and matrix.device.type == "cpu" for matrix in matrices)
+        and not torch.is_autocast_enabled("cpu")
+        and not torch_private.inside_forward_derivative()
+        and not any(torch_private.is_batched(matrix) for matrix in matrices)
     )
 
 

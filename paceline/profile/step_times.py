@@ -50,9 +50,13 @@ class StepWork:
         return self.batch if samples >= length else part_of(self.batch, length, 0, samples)
 
     def once(self, batch: Any) -> None:
-        """Computes the gradients of a batch, and forgets them."""
+        """Computes the gradients of a batch, as replicas do, and forgets them."""
         with as_in_a_step():
-            train(self.loss, self.model, batch, Weight.whole(length_of(batch)), self.check)
+            self.by_torch(batch)
+
+    def by_torch(self, batch: Any) -> None:
+        """Does so by torch's own operators, which its counters know."""
+        train(self.loss, self.model, batch, Weight.whole(length_of(batch)), self.check)
         for parameter in self.model.parameters():
             parameter.grad = None
 
@@ -197,7 +201,7 @@ def count_flops(work: StepWork) -> float | None:
     from torch.utils.flop_counter import FlopCounterMode
 
     with left_as_it_was(work.model), FlopCounterMode(display=False) as counter:
-        work.once(work.batch)
+        work.by_torch(work.batch)
     total = counter.get_total_flops()
     return float(total) if total else None
 

@@ -15,6 +15,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from paceline.exchange.mailboxes import DeviceGroup
+from paceline.torch_private import inside_forward_derivative
 
 
 class _Copied(torch.autograd.Function):
@@ -67,14 +68,19 @@ class _Sliced(torch.autograd.Function):
         return ctx.group.all_gather(dy, ctx.dim), None, None, None
 
 
+def _followed() -> bool:
+    """Returns whether somebody follows what is computed: where nobody does, requests say, the way is shorter."""
+    return torch.is_grad_enabled() or inside_forward_derivative()
+
+
 def copied(x: torch.Tensor, group: DeviceGroup) -> torch.Tensor:
     """Returns `x`, which all have alike; backward, the gradients of all are summed."""
-    return _Copied.apply(x, group) if group.count > 1 and torch.is_grad_enabled() else x  # type: ignore[no-untyped-call]
+    return _Copied.apply(x, group) if group.count > 1 and _followed() else x  # type: ignore[no-untyped-call]
 
 
 def reduced(x: torch.Tensor, group: DeviceGroup) -> torch.Tensor:
     """Returns the sum of everybody's `x`; backward, its gradient is the same for all."""
-    if group.count > 1 and torch.is_grad_enabled():
+    if group.count > 1 and _followed():
         return _Reduced.apply(x, group)  # type: ignore[no-untyped-call, no-any-return]
     return group.all_reduce(x)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from paceline import machine
 from paceline.optim import direct_gradients, products
@@ -50,9 +51,9 @@ def test_layers_and_gradients_are_those_of_float64(shape: tuple[int, ...], outpu
     expected = gradient.double().t() @ flat.double()
     whole = torch.zeros(outputs, 2 * WIDE)
     for place in (torch.full((outputs, WIDE), 7.0), whole[:, :WIDE]):
-        products.add_product(place, gradient.t(), flat, replace=True)
+        products.add_gradient(place, gradient.t(), flat, replace=True)
         torch.testing.assert_close(place.double(), expected, **CLOSE)
-        products.add_product(place, gradient.t(), flat, replace=False)
+        products.add_gradient(place, gradient.t(), flat, replace=False)
         torch.testing.assert_close(place.double(), 2 * expected, **CLOSE)
     assert not whole[:, WIDE:].any()
 
@@ -76,8 +77,40 @@ def test_what_they_do_not_suit_is_torchs_own(x: torch.Tensor, weight: torch.Tens
     assert torch.equal(products.product(x, weight.t()), x @ weight.t())
     place = torch.empty(weight.size(0), x.size(1), dtype=x.dtype)
     other = x[:, : weight.size(0)]
-    products.add_product(place[: other.size(1)], other.t(), x, replace=True)
+    products.add_gradient(place[: other.size(1)], other.t(), x, replace=True)
     torch.testing.assert_close(place[: other.size(1)], other.t() @ x, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_sizes_that_do_not_fit_are_told_by_torch() -> None:
+    for call in (
+        lambda: products.linear(rows(16, 500), LARGE, None),
+        lambda: products.product(rows(16, 500), LARGE),
+        lambda: products.gradient(rows(20, WIDE).t(), rows(16, WIDE)),
+    ):
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            call()
+    bias = torch.ones(1)  # for all
+    torch.testing.assert_close(products.linear(rows(16, WIDE), LARGE, bias), F.linear(rows(16, WIDE), LARGE) + 1)
+
+
+def test_gradients_of_several_at_once_and_of_none_are_torchs_own() -> None:
+    """`is_grads_batched` has one tensor stand for several; a weight of which no gradient is wanted gets none."""
+    model, x = Net(), rows(16, WIDE).requires_grad_()
+    model.again.weight.requires_grad_(False)
+    token = object()
+    direct_gradients.begin(token)
+    try:
+        y = model(x, direct_gradients.addmm)
+        several = torch.randn(3, *y.shape)
+        (found,) = torch.autograd.grad(y, model.first.weight, several, is_grads_batched=True, retain_graph=True)
+        y.sum().backward(inputs=[x])
+    finally:
+        direct_gradients.end(token)
+    (expected,) = torch.autograd.grad(model(x), model.first.weight, several, is_grads_batched=True)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert x.grad is not None
 
 
 def test_with_autocast_and_where_autograd_looks_they_are_torchs_own() -> None:
@@ -111,9 +144,11 @@ def test_a_step_gives_the_gradients_of_float64(in_place: bool) -> None:
     collector = GradientCollector(
         parameters, [IntoBuffer(place) for place in places], None if in_place else lambda slot: None
     )
-    with collector.step():
+    with collector.step(), profile(activities=[ProfilerActivity.CPU]) as seen:
         model(x, direct_gradients.addmm).square().mean().backward()
     collector.finish()
+    (times,) = [event.count for event in seen.key_averages() if event.key == "mkldnn::_linear_pointwise"]
+    assert times == 4 + 3 + 4  # products forward, for what went in but for the first, and for weights
     collector.close()
     for place, parameter in zip(places, exact.parameters(), strict=True):
         torch.testing.assert_close(place.double(), parameter.grad, rtol=1e-4, atol=1e-8)

@@ -20,6 +20,8 @@ from safetensors.torch import load_file
 
 from paceline.exchange.board import Board
 from paceline.exchange.mailboxes import BOX_BYTES
+from paceline.memory.channels_last import channels_are_last
+from paceline.split.tiles.side_by_side import SideBySide
 
 MOST_DEVICES = 4
 CLOSE = 1e-9  # tensors are of float64
@@ -437,12 +439,38 @@ def test_channels_lie_side_by_side_where_kernels_are_small_and_nobody_can_tell(m
     pool = ["MaxPool2d", {"kernel_size": 3, "stride": 2, "padding": 1}]
     rows = ["Function", {"name": "rows"}]  # gathers the image, and views it as only planes can be
     large = ["Conv2d", {"out": 40, "kernel_size": 3, "padding": 1}]
-    layers = [CONV, lies, ["BatchNorm2d", {}], pool, lies, rows, CONV, lies, large, planes, CONV, lies]
+    layers = [CONV, lies, ["BatchNorm2d", {}], pool, lies, rows, CONV, lies, large, planes, CONV, planes]
     for answer in measure(case_of(layers, shape=[2, 2, 16, 16], input_wanted=True)):
         assert answer["distances"]
     for as_it_lies in (["Dropout", {"p": 0.4}], ["GroupNorm", {}], ["Function", {"name": "merged"}]):
         for answer in measure(case_of([CONV, planes, as_it_lies, CONV, planes], shape=[2, 2, 8, 8])):
             assert answer["distances"]
+    for last in (True, "weights"):  # then torch lays images out so itself
+        for answer in measure(case_of([CONV, lies, ["Dropout", {"p": 0.4}], CONV], shape=[2, 2, 8, 8], last=last)):
+            assert answer["distances"]
+
+
+def test_a_view_that_only_planes_allow_is_found_also_where_the_first_images_are_small_and_lie_as_planes() -> None:
+    image, found = torch.zeros(2, 4, 6, 5), SideBySide()
+    assert found.for_convolution(image, image.numel(), torch.zeros(400, 4, 3, 3)) is image
+    found.check_view(image, (2, 2, 2, 6, 5))
+    found.check_view(torch.zeros(2, 3), (6,))
+    assert found.allowed
+    found.check_view(image, (8, 1, 6, 5))
+    assert not found.allowed
+
+
+def test_a_forward_that_has_come_to_planes_stays_with_them_and_the_next_begins_anew() -> None:
+    found, image, small, large = (
+        SideBySide(),
+        torch.zeros(2, 4, 6, 5),
+        torch.zeros(4, 4, 1, 1),
+        torch.zeros(400, 4, 3, 3),
+    )
+    for _ in range(2):
+        found.begin()
+        lie = [channels_are_last(found.for_convolution(image, image.numel(), way)) for way in (small, large, small)]
+        assert lie == [True, False, False]
 
 
 def test_gathering_a_large_image_in_the_middle_is_told_once(measure: Measure) -> None:

@@ -147,7 +147,8 @@ def make(case: dict[str, Any]) -> tuple[nn.Module, torch.Tensor]:
     }
     model = nn.Sequential(*layers, *head[case["head"]]).double()
     if case["last"]:
-        model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+        model = model.to(memory_format=torch.channels_last)
+        x = x if case["last"] == "weights" else x.to(memory_format=torch.channels_last)
     return model, x.requires_grad_(case["input_wanted"])
 
 

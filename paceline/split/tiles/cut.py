@@ -104,6 +104,7 @@ class TilesCut(Cut):
         if not self.is_at_work:
             return forward(*args, **kwargs)
         args, kwargs = tree_map(self._entering, args), tree_map(self._entering, kwargs)
+        self._tiled.side_by_side.begin()
         with self._tiled:
             found = forward(*args, **kwargs)
         self._tiled.in_head = False

@@ -74,5 +74,5 @@ class _SideBySide(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
         (where,) = ctx.saved_tensors
         lie = torch.channels_last if ctx.last else torch.contiguous_format
-        unread = torch.empty(ctx.shape, dtype=dy.dtype, memory_format=lie)
+        unread = torch.empty(ctx.shape, dtype=dy.dtype, device=dy.device, memory_format=lie)
         return ctx.how.gradient(dy.contiguous(memory_format=lie), unread, where), None

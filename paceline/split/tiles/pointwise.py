@@ -50,6 +50,8 @@ def is_pointwise(name: str) -> bool:
 def pointwise(tiled: TiledForward, func: Func, *args: Any, **kwargs: Any) -> Any:
     """Works on the rows of this device: tiles of the same size lie alike, and of what is whole its part is taken."""
     changes = in_place(func, kwargs)
+    if func.__name__ == "contiguous" or "memory_format" in kwargs:  # a copy or not: that depends on how it lies
+        tiled.stay_as_they_lie()
     given = (*args, *kwargs.values())
     tile = find(given) if changes else _lead(given)
     assert tile is not None
@@ -242,22 +244,23 @@ def reshape(tiled: TiledForward, func: Func, input: Any, *shape: Any) -> Any:
     lead = len(sizes) - len(tail)
     if lead < 0 or sizes[lead:] != tail:
         return NotImplemented
-    if by_sample:
-        return input.like(_viewed(tiled, func, input.local, [len(input.local), *sizes[1:]]))
-    local = _viewed(tiled, func, input.local, [*sizes[:lead], *input.local.shape[first:]])
+    own = [len(input.local), *sizes[1:]] if by_sample else [*sizes[:lead], *input.local.shape[first:]]
+    local = _viewed(tiled, func, input.local, own)
+    if local is NotImplemented or by_sample:
+        return local if local is NotImplemented else input.like(local)
     return _moved(input, local, [dim - first + lead for dim in input.dims])
 
 
-def _viewed(tiled: TiledForward, func: Func, local: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    found: torch.Tensor
+def _viewed(tiled: TiledForward, func: Func, local: torch.Tensor, sizes: Sequence[int]) -> Any:
+    """Returns `local` in another shape. Planes can be viewed in ways in which pixels cannot: then images must stay as
+    they lie; where that comes up too late the image is gathered, which lies as planes."""
+    if tiled.is_dry_run:
+        tiled.side_by_side.check_view(local, sizes)
+        return func(local if tiled.side_by_side.allowed else local.contiguous(), sizes)
     try:
-        found = func(local, sizes)
-    except RuntimeError:  # planes could be viewed so
-        if not tiled.is_dry_run:
-            raise
-        tiled.stay_as_they_lie()
-        found = func(local.contiguous(), sizes)
-    return found
+        return func(local, sizes)
+    except RuntimeError:
+        return NotImplemented
 
 
 def concatenate(tiled: TiledForward, func: Func, tensors: Any, dim: int = 0, **kwargs: Any) -> Any:

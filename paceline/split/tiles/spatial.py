@@ -24,6 +24,7 @@ from paceline.split.tiles.halo_exchange import Widened
 from paceline.split.tiles.max_pool import MaxPool
 from paceline.split.tiles.needed_rows import NeededRows, Range, each, output_rows, paddings, ranges, sliding, spreading
 from paceline.split.tiles.samples import BY_SAMPLE, few_rows, moved
+from paceline.split.tiles.side_by_side import laid_out_by_its_user
 from paceline.split.tiles.tile import Func, Tile
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class Neighbourhood:
             x = self.x
             if self.tiled.is_dry_run:
                 self.tiled.dry_run.cuts_whole(x.numel())
-            if channels_are_last(x):
+            if laid_out_by_its_user(x):
                 self.tiled.stay_as_they_lie()
             for axis, dim, of_axis in zip(self.axes, self.dims, needed, strict=True):
                 start, stop = of_axis.need[axis.index]
@@ -141,6 +142,9 @@ def convolve(
     cut = Neighbourhood(tiled, func, input, spatial, outputs)
     if not cut.possible:
         return cut.on_whole(func, weight, bias, stride, padding, dilation, groups)
+
+    if channels_are_last(weight):  # by which torch would lay out what comes
+        tiled.stay_as_they_lie()
 
     def lying(x: torch.Tensor) -> torch.Tensor:
         return tiled.side_by_side.for_convolution(x, input.numel() // tiled.grid.everyone.count, weight)
