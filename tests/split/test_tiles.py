@@ -416,18 +416,21 @@ def test_the_head_is_the_first_devices_alone_and_statistics_before_it_are_of_all
 
 def test_images_of_few_rows_are_dealt_out_by_sample_and_meet_those_by_row(measure: Measure) -> None:
     """Of a layer with few rows the halo is much; what comes up again is put beside what was never dealt out, either way
-    round, and what two layers are given is moved once."""
+    round, and what two layers are given is moved once. What is not cut yet is dealt out for a smaller halo."""
     by_sample, by_row = ["Function", {"name": "by sample"}], ["Function", {"name": "by row"}]
-    down = ["Conv2d", {"out": 3, "kernel_size": 3, "stride": 2, "padding": 1}]
+    down = ["Conv2d", {"out": 3, "kernel_size": [7, 3], "stride": 2, "padding": [3, 1]}]
+    far = ["Conv2d", {"out": 2, "kernel_size": [7, 3], "padding": [3, 1]}]
     up = ["Upsample", {"scale_factor": 2, "mode": "bilinear"}]
     inside = [down, by_sample, ["BatchNorm2d", {}], ["MaxPool2d", {"kernel_size": 3, "stride": 1, "padding": 1}], up]
     layers = [CONV, by_row, ["Residual", {"layers": inside, "joined": "cat"}], CONV, down, by_sample, CONV, by_sample]
-    for answer in measure(case_of(layers, shape=[4, 2, 14, 6], input_wanted=True)):
+    for answer in measure(case_of(layers, shape=[4, 2, 134, 6], input_wanted=True)):
         assert answer["distances"]
-    twice = ["Residual", {"layers": [CONV, ["BatchNorm2d", {}]], "joined": "add"}]
+    twice = ["Residual", {"layers": [far, ["BatchNorm2d", {}]], "joined": "add"}]
     for answer in measure(
-        case_of([CONV, by_row, twice, ["ReLU", {"inplace": True}], twice, by_sample], shape=[4, 2, 14, 6])
+        case_of([CONV, by_row, twice, ["ReLU", {"inplace": True}], twice, by_sample], shape=[4, 2, 134, 6])
     ):
+        assert answer["distances"]
+    for answer in measure(case_of([CONV, by_sample, CONV], shape=[4, 2, 130, 6], input_wanted=True)):
         assert answer["distances"]
     for answer in measure(case_of([CONV, down, by_row], shape=[1, 2, 14, 6])):  # one sample: there is nothing to deal
         assert answer["distances"]
@@ -443,7 +446,7 @@ def test_channels_lie_side_by_side_where_kernels_are_small_and_nobody_can_tell(m
     for answer in measure(case_of(layers, shape=[2, 2, 16, 16], input_wanted=True)):
         assert answer["distances"]
     for as_it_lies in (["Dropout", {"p": 0.4}], ["GroupNorm", {}], ["Function", {"name": "merged"}]):
-        for answer in measure(case_of([CONV, planes, as_it_lies, CONV, planes], shape=[2, 2, 8, 8])):
+        for answer in measure(case_of([CONV, planes, as_it_lies, CONV, planes], shape=[2, 2, 8, 8], by_row=True)):
             assert answer["distances"]
     for last in (True, "weights"):  # then torch lays images out so itself
         for answer in measure(case_of([CONV, lies, ["Dropout", {"p": 0.4}], CONV], shape=[2, 2, 8, 8], last=last)):

@@ -37,7 +37,7 @@ from paceline.split.tiles.tile import Tile
 from paceline.split.values import Tiles
 
 TIMEOUT_S = 20.0
-PAYS = samples.PAYS
+PAYS = samples.PAYS, samples.PAYS_AT_ONCE
 Tensors = dict[str, torch.Tensor]
 
 
@@ -244,7 +244,8 @@ def measure(case: dict[str, Any], peers: Peers) -> dict[str, Any]:
         return {"distances": {}}  # a layer changes in place what another needs: torch itself has no gradient
     if not all(tensor.isfinite().all() for tensor in expected.values()):
         return {"distances": {}}  # a window of a pooling that is padding alone
-    samples.PAYS = math.inf if case["by_row"] else PAYS  # small images are soon dealt out by sample
+    # Small images are dealt out by sample at once.
+    samples.PAYS, samples.PAYS_AT_ONCE = (math.inf, math.inf) if case["by_row"] else PAYS
     cut, statistics = TilesCut(Tiles(rows=case["rows"], columns=case["columns"]), peers), Statistics()
     make_exact(own, Statistics())
     with warnings.catch_warnings(record=True) as warned:

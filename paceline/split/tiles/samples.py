@@ -3,7 +3,8 @@
 Deep in a network images are small. Rows no longer divide evenly, and every device waits for the one that has more of
 them, in every layer; and of those that do, the halo is a good part. From there on each device has some of the samples
 instead, whole. To get there everybody sends everybody else the rows of its samples, once, and backward the other way
-round. Tiles that are cut otherwise and meet again later (a U-Net's skips) are moved in the same way.
+round. Tiles that are cut otherwise and meet again later (a U-Net's skips) are moved in the same way. An image that is
+not cut yet is dealt out with nothing sent: there a smaller halo is enough.
 
 Which of the two it is depends on the size of the batch, and nothing else may: what is done on tiles by row is done on
 tiles by sample, and where an image by row becomes a whole (its mean, say), so does one by sample.
@@ -11,7 +12,7 @@ tiles by sample, and where an image by row becomes a whole (its mean, say), so d
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -22,10 +23,14 @@ from paceline.split.tiles.needed_rows import NeededRows, ranges
 from paceline.split.tiles.tile import MovedTile, Tile
 from paceline.torch_private import times_changed
 
+if TYPE_CHECKING:
+    from paceline.split.tiles.tiled_forward import TiledForward
+
 BY_SAMPLE = (0,)  # the dims of a tile that is cut so
 # By how much the largest share of the rows has to be above that of the samples. Measured on resnet18: layers of 56 rows
 # on two devices, of which one is borrowed, gain 9 %.
 PAYS = 1.03
+PAYS_AT_ONCE = 1.015  # of an image that is not cut yet: nothing has to be moved, and nothing put together
 
 
 class _Moved(torch.autograd.Function):
@@ -68,13 +73,21 @@ def moved(tile: Tile, dim: int) -> Tile:
     return kept.tile
 
 
-def few_rows(x: Tile, needed: NeededRows, outputs: int) -> bool:
+def dealt_out(x: torch.Tensor, tiled: TiledForward) -> Tile:
+    """Returns an image that is whole on all devices, cut by sample."""
+    (axis,), samples = tiled.grid.axes, x.size(0)
+    start, stop = axis.own(samples)
+    return Tile(x[start:stop], BY_SAMPLE, (samples,), tiled)
+
+
+def few_rows(x: torch.Tensor, parts: int, needed: NeededRows, outputs: int) -> bool:
     """Returns whether rows are less evenly divided than samples are: so many `outputs` of an op, or those that it
     needs, halo included."""
-    (axis,), samples, (_, rows) = x.tiled.grid.axes, x.shape[0], needed.have[-1]
+    samples, (_, rows) = x.shape[0], needed.have[-1]
     most_needed = max(stop - start for start, stop in needed.need)
-    by_row = max(_largest_share(outputs, axis.parts), most_needed * axis.parts / rows)
-    return samples >= axis.parts and _largest_share(samples, axis.parts) * PAYS <= by_row
+    by_row = max(_largest_share(outputs, parts), most_needed * parts / rows)
+    pays = PAYS if isinstance(x, Tile) else PAYS_AT_ONCE
+    return samples >= parts and _largest_share(samples, parts) * pays <= by_row
 
 
 def _largest_share(length: int, parts: int) -> float:

@@ -23,7 +23,7 @@ from paceline.split.tiles.convolution import Convolution, convolved
 from paceline.split.tiles.halo_exchange import Widened
 from paceline.split.tiles.max_pool import MaxPool
 from paceline.split.tiles.needed_rows import NeededRows, Range, each, output_rows, paddings, ranges, sliding, spreading
-from paceline.split.tiles.samples import BY_SAMPLE, few_rows, moved
+from paceline.split.tiles.samples import BY_SAMPLE, dealt_out, few_rows, moved
 from paceline.split.tiles.side_by_side import laid_out_by_its_user
 from paceline.split.tiles.tile import Func, Tile
 
@@ -67,12 +67,19 @@ class Neighbourhood:
 
     def by_sample(self, needed: Sequence[NeededRows]) -> Tile | None:
         """Returns the images by sample, if they lie so, or should from here on; None if not. `needed`: of rows."""
-        x = self.x
-        if not isinstance(x, Tile) or len(self.axes) > 1:
+        x, axis = self.x, self.axes[0]
+        if len(self.axes) > 1:
             return None
-        if x.dims != BY_SAMPLE and few_rows(x, needed[0], self.outputs[self.axes[0].which]):
-            self.x = x = moved(x, 0)
-        return x if x.dims == BY_SAMPLE else None
+        if isinstance(x, Tile) and x.dims == BY_SAMPLE:
+            return x
+        if not few_rows(x, axis.parts, needed[0], self.outputs[axis.which]):
+            return None
+        if isinstance(x, Tile):
+            self.x = found = moved(x, 0)
+        else:
+            self.looks_at_whole(x)
+            self.x = found = dealt_out(x, self.tiled)
+        return found
 
     def _no(self, func: Func, why: str) -> bool:
         self.tiled.cannot_cut(func, why)
@@ -92,10 +99,7 @@ class Neighbourhood:
                 local = op(widened.x)
         else:
             x = self.x
-            if self.tiled.is_dry_run:
-                self.tiled.dry_run.cuts_whole(x.numel())
-            if laid_out_by_its_user(x):
-                self.tiled.stay_as_they_lie()
+            self.looks_at_whole(x)
             for axis, dim, of_axis in zip(self.axes, self.dims, needed, strict=True):
                 start, stop = of_axis.need[axis.index]
                 pads = (of_axis.before[axis.index], of_axis.after[axis.index])
@@ -103,6 +107,13 @@ class Neighbourhood:
             local = op(x)
         lengths = tuple(self.outputs[axis.which] for axis in self.axes)
         return Tile(local, self.dims, lengths, self.tiled)
+
+    def looks_at_whole(self, x: torch.Tensor) -> None:
+        """Notes in the dry run what there is to know of an image that is cut here."""
+        if self.tiled.is_dry_run:
+            self.tiled.dry_run.cuts_whole(x.numel())
+        if laid_out_by_its_user(x):
+            self.tiled.stay_as_they_lie()
 
     def on_whole(self, func: Func, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Does it on all devices alike, because it cannot be cut."""
