@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from paceline.exchange.board import Board
 from paceline.exchange.mailboxes import BOX_BYTES
 from paceline.memory.channels_last import channels_are_last
-from paceline.split.tiles.side_by_side import SideBySide
+from paceline.split.tiles.side_by_side import HowImagesLie
 
 MOST_DEVICES = 4
 CLOSE = 1e-9  # tensors are of float64
@@ -454,7 +454,7 @@ def test_channels_lie_side_by_side_where_kernels_are_small_and_nobody_can_tell(m
 
 
 def test_a_view_that_only_planes_allow_is_found_also_where_the_first_images_are_small_and_lie_as_planes() -> None:
-    image, found = torch.zeros(2, 4, 6, 5), SideBySide()
+    image, found = torch.zeros(2, 4, 6, 5), HowImagesLie()
     assert found.for_convolution(image, image.numel(), torch.zeros(400, 4, 3, 3)) is image
     found.check_view(image, (2, 2, 2, 6, 5))
     found.check_view(torch.zeros(2, 3), (6,))
@@ -465,7 +465,7 @@ def test_a_view_that_only_planes_allow_is_found_also_where_the_first_images_are_
 
 def test_a_forward_that_has_come_to_planes_stays_with_them_and_the_next_begins_anew() -> None:
     found, image, small, large = (
-        SideBySide(),
+        HowImagesLie(),
         torch.zeros(2, 4, 6, 5),
         torch.zeros(4, 4, 1, 1),
         torch.zeros(400, 4, 3, 3),

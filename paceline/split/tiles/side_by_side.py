@@ -19,7 +19,7 @@ import torch
 from paceline.memory.channels_last import channels_are_last
 
 
-class SideBySide:
+class HowImagesLie:
     """Whether images of a model may be laid out anew, and in this forward still are."""
 
     def __init__(self) -> None:

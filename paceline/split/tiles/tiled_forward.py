@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from paceline.errors import ModelError
 from paceline.split.tiles import norms, pointwise, reductions, resize, spatial
 from paceline.split.tiles.halo_exchange import gathered
-from paceline.split.tiles.side_by_side import SideBySide
+from paceline.split.tiles.side_by_side import HowImagesLie
 from paceline.split.tiles.tile import Func, Grid, Tile, find
 from paceline.torch_private import PlainTensors, tree_map
 
@@ -114,7 +114,7 @@ class TiledForward(TorchFunctionMode):
         self.grid = grid
         self.dry_run = DryRun()
         self.is_dry_run = False
-        self.side_by_side = SideBySide()
+        self.side_by_side = HowImagesLie()
         self.head: set[nn.Parameter] = set()  # used only after all that is cut
         self.in_head = False
         self.where: list[str] = []  # in the dry run: the module that is running, and those around it
