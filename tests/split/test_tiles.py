@@ -448,6 +448,8 @@ def test_channels_lie_side_by_side_where_kernels_are_small_and_nobody_can_tell(m
     for as_it_lies in (["Dropout", {"p": 0.4}], ["GroupNorm", {}], ["Function", {"name": "merged"}]):
         for answer in measure(case_of([CONV, planes, as_it_lies, CONV, planes], shape=[2, 2, 8, 8], by_row=True)):
             assert answer["distances"]
+    for answer in measure(case_of([CONV, planes, ["GroupNorm", {}], CONV, planes], shape=[2, 2, 8, 8])):  # by sample
+        assert answer["distances"]
     for last in (True, "weights"):  # then torch lays images out so itself
         for answer in measure(case_of([CONV, lies, ["Dropout", {"p": 0.4}], CONV], shape=[2, 2, 8, 8], last=last)):
             assert answer["distances"]

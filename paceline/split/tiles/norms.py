@@ -69,11 +69,11 @@ def group_norm(
     if not isinstance(input, Tile):
         return NotImplemented
     local = input.local
+    tiled.stay_as_they_lie()  # by row they would be made planes every time
     if input.dims == BY_SAMPLE:
         return input.like(F.group_norm(local, num_groups, weight, bias, eps))
     if min(input.dims) < 2:
         return NotImplemented
-    tiled.stay_as_they_lie()
     groups = local.contiguous().view(1, len(local) * num_groups, -1)
     normalized = ExactBatchNorm.apply(  # type: ignore[no-untyped-call]
         groups, None, None, eps, tiled.grid.everyone.all_reduce
