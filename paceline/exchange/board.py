@@ -350,9 +350,10 @@ class Board:
 
     def _check_kind(self, other: int, members: Members) -> None:
         """Replicas run the same script; one that makes another call now would wait for the others for ever."""
-        mine, theirs = self.doing(members.replica), self.doing(other)
-        if theirs[0] == members.op and theirs != mine:
-            raise other_call(self.called(members.replica), mine[1], self.called(other), theirs[1])
+        mine, theirs = self.get(members.replica, Word.KIND), self.get(other, Word.KIND)
+        if theirs != mine and theirs >> EPOCH_BITS == members.op:
+            (_, here), (_, there) = self.doing(members.replica), self.doing(other)
+            raise other_call(self.called(members.replica), here, self.called(other), there)
 
     def doing(self, rank: int) -> tuple[int, Kind]:
         """The last op that the process in row `rank` has begun, and of what kind it is."""

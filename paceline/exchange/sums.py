@@ -53,9 +53,10 @@ class SharedSums:
         self._last[parity] = (post, among)
         self._board.set(self._replica, Word.POSTED, post)
         self._board.await_posts(members, among, number, self._timeout_s, self._phase)
-        total = self._arena.scratch(parity, among[0], values).clone()
-        for other in among[1:]:
-            total += self._arena.scratch(parity, other, values)
+        first, *others = (self._arena.scratch(parity, other, values) for other in among)
+        total = first + others[0] if others else first.clone()
+        for other in others[1:]:
+            total += other
         self._board.set(self._replica, Word.READ, post)
         return total.view(values.shape).to(values.device)
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 _PLAIN = (bool, int, float, str, type(None))
-# What every module has, which is never plain: each call of a cut model looks at all attributes.
-_TABLES = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
+# Most of what a module has, and never plain: each call of a cut model looks at all attributes.
+_TABLES = frozenset(type(value) for value in vars(nn.Module()).values()) - frozenset(_PLAIN)
 
 
 @contextmanager
@@ -45,12 +45,13 @@ def numbers_used(function: Callable[..., Any], model: nn.Module) -> dict[tuple[s
         function = function.func if isinstance(function, partial) else function.__func__
     if isinstance(function, types.FunctionType):
         code = function.__code__
-        around = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
-        for name, cell in around.items():
+        around = function.__globals__
+        seen: dict[tuple[str, str], Any] = {("its file", name): around.get(name) for name in code.co_names}
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             with suppress(ValueError):  # nothing in it yet
-                found["its function", name] = cell.cell_contents
-        found |= {("its file", name): function.__globals__.get(name) for name in code.co_names}
-    return {place: value for place, value in found.items() if isinstance(value, _PLAIN)}
+                seen["its function", name] = cell.cell_contents
+        found |= {place: value for place, value in seen.items() if isinstance(value, _PLAIN)}
+    return found
 
 
 def _attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
@@ -59,7 +60,7 @@ def _attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
         (path, name): value
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if name not in _TABLES and isinstance(value, _PLAIN)
+        if type(value) not in _TABLES and isinstance(value, _PLAIN)
     }
 
 

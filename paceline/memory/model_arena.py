@@ -89,7 +89,8 @@ class ModelArena:
         self.touched = view(regions["touched"], byte, [count, len(layout.slots)])
         self._logged = view(regions["logged"], byte, [count, LOGGED_BYTES])
         self.scratch_bytes = sizes.scratch_bytes
-        self._scratch = view(regions["scratch"], byte, [2, count, sizes.scratch_bytes])
+        scratch = view(regions["scratch"], byte, [2, count, sizes.scratch_bytes])
+        self._scratch = [[scratch[parity, replica] for replica in range(count)] for parity in range(2)]
         self._notes = view(regions["notes"], byte, [NOTES_BYTES])
         self.buffers = view(regions["buffers"], byte, [sizes.buffer_bytes])
         self._block_starts = [0, *accumulate(sizes.state_blocks)]
@@ -152,7 +153,7 @@ class ModelArena:
     def scratch(self, parity: int, replica: int, like: torch.Tensor) -> torch.Tensor:
         """Where `replica` leaves its contribution to a small sum."""
         size = like.numel() * like.dtype.itemsize
-        return self._scratch[parity, replica, :size].view(like.dtype)
+        return self._scratch[parity][replica][:size].view(like.dtype)
 
     @staticmethod
     def _typed(flat: torch.Tensor, slot: Slot) -> torch.Tensor:

@@ -272,7 +272,7 @@ class ExactBatchNorm(torch.autograd.Function):
         own_dy, own_dy_x = _sums_with(dy, x, ctx.mean)
         own_dy_x *= scale
         sums = _numbers(ctx.total(torch.from_numpy(np.concatenate((own_dy_x, own_dy)))))
-        mean_dy_x, mean_dy = np.split(sums / ctx.count, 2)
+        mean_dy_x, mean_dy = (sums / ctx.count).reshape(2, -1)
         gain = scale if weight is None else scale * _numbers(weight)
         # What is taken off w/√(v+ε) · dy is again a normalization of x, with other factors.
         gain_x, *factors = _like(x, weight, gain, -gain * mean_dy_x, -gain * mean_dy, ctx.mean, ctx.variance)

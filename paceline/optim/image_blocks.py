@@ -14,6 +14,7 @@ _BLOCK_BYTES = 1 << 21  # of float32
 
 def image_blocks(x: torch.Tensor) -> Iterator[slice]:
     """Yields which samples of a batch make up each block."""
-    images = max(1, _BLOCK_BYTES // max(1, 4 * x.numel() // max(1, len(x))))
-    for start in range(0, len(x), images):
+    count = x.size(0)
+    images = max(1, _BLOCK_BYTES // max(1, 4 * x.numel() // max(1, count)))
+    for start in range(0, count, images):
         yield slice(start, start + images)

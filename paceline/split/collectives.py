@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from paceline.exchange.mailboxes import DeviceGroup
+from paceline.split.once_differentiable import once_differentiable
 from paceline.torch_private import inside_forward_derivative
 
 

@@ -99,6 +99,7 @@ class GraphCut(Cut):
         self.model: nn.Module
         self.passes = 0  # of training, and other calls
         self.tensors: dict[str, torch.Tensor] = {}  # this device's parts of parameters and buffers, by name
+        self._pieces: list[tuple[nn.Parameter, torch.Tensor]] = []  # parameters that it has no more than a part of
 
     def decide(self, kept: KeptGraph, values: list[torch.Tensor]) -> None:
         """Decides who does what, by the graph of what is computed first, and what it is given."""
@@ -153,6 +154,8 @@ class GraphCut(Cut):
 
     def take(self, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors = tensors
+        named = self.model.named_parameters()
+        self._pieces = [(whole, tensors[name]) for name, whole in named if tensors[name] is not whole]
 
     def kind_of(self, function: Function, given: Any) -> tuple[_Kind, list[torch.Tensor]]:
         """Returns the kind of a call, with its graph, and the tensors that it is given."""
@@ -183,9 +186,8 @@ class GraphCut(Cut):
 
     def follow_frozen(self) -> None:
         """Has parts want gradients as the parameters do."""
-        for name, parameter in self.model.named_parameters():
-            part = self.tensors[name]
-            if part is not parameter and part.requires_grad != parameter.requires_grad:
+        for parameter, part in self._pieces:
+            if part.requires_grad != parameter.requires_grad:
                 part.requires_grad_(parameter.requires_grad)
 
     def look(self, kind: _Kind, given: Any, *, trains: bool = True) -> None:

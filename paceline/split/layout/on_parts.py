@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from paceline.exchange.mailboxes import DeviceGroup
 from paceline.optim import direct_gradients, products
 from paceline.split.collectives import bounds, copied, gathered, reduced, sliced
+from paceline.split.once_differentiable import once_differentiable
 
 
 def take_part(x: torch.Tensor, group: DeviceGroup, dim: int, whole: int, inner: int) -> torch.Tensor:

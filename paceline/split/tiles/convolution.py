@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from paceline.optim import direct_gradients
+from paceline.split.once_differentiable import once_differentiable
 from paceline.split.tiles.tile import Func
 
 

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from paceline.errors import ModelError, StrategyError
 from paceline.exchange.mailboxes import DeviceGroup, Peers
@@ -30,6 +29,7 @@ from paceline.split.cut import (
     first_call,
     train,
 )
+from paceline.split.once_differentiable import once_differentiable
 from paceline.split.tiles.halo_exchange import gathered
 from paceline.split.tiles.norms import TiledBatchNorm
 from paceline.split.tiles.tile import Grid, Tile

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from paceline.exchange.mailboxes import DeviceGroup
 from paceline.optim import direct_gradients
+from paceline.split.once_differentiable import once_differentiable
 from paceline.split.tiles.convolution import Convolution
 
 

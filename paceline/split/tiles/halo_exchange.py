@@ -13,11 +13,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from paceline.exchange.mailboxes import DeviceGroup
 from paceline.memory.channels_last import laid_like
 from paceline.split.collectives import copied, reduced
+from paceline.split.once_differentiable import once_differentiable
 from paceline.split.tiles.needed_rows import NeededRows, Range, ranges
 from paceline.split.tiles.tile import Tile
 from paceline.torch_private import times_changed

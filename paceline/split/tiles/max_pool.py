@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from paceline.memory.channels_last import channels_are_last
 from paceline.optim.image_blocks import image_blocks
+from paceline.split.once_differentiable import once_differentiable
 from paceline.split.tiles.tile import Func
 
 LEAST_CHANNELS = 32  # of fewer the way there and back takes what is gained

@@ -15,10 +15,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from paceline.exchange.mailboxes import DeviceGroup
 from paceline.memory.channels_last import laid_like
+from paceline.split.once_differentiable import once_differentiable
 from paceline.split.tiles.needed_rows import NeededRows, ranges
 from paceline.split.tiles.tile import MovedTile, Tile
 from paceline.torch_private import times_changed

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from paceline.exchange.mailboxes import Peers
+from paceline.split.once_differentiable import once_differentiable
 from paceline.split.wavefront.layers import RecurrentLayer, Weights
 from paceline.split.wavefront.time_blocks import TimeBlocks
 
