@@ -32,7 +32,7 @@ from paceline.errors import LaunchError, PacelineError
 from paceline.exchange.board import called
 from paceline.findings import Message, MessageReader
 from paceline.launch import limits, script
-from paceline.launch.cores import allowed_cores, share_of_cores
+from paceline.launch.cores import allowed_cores, share_of_cores, thread_variables
 from paceline.launch.guard import Guard
 from paceline.launch.quick_start import load_compiler_late
 from paceline.launch.resting_collector import rest_while_loading
@@ -99,15 +99,13 @@ class ReplicaProcess(RunProcess):
 
     def __init__(self, command: Sequence[str], place: Place, log: AppendFile, starter: ColdStart, guard: Guard) -> None:
         """`command`: what comes after `python`. The only process of a run may ask its user: it has our stdin."""
-        threads = str(threads_of(place))
         self.findings, told = os.pipe()  # from it, and what it writes to
         os.set_blocking(self.findings, False)
         self._messages, self.told_all = MessageReader(), False
         place = msgspec.structs.replace(place, findings=told)
         environment = {
             PLACE_VARIABLE: msgspec.json.encode(place).decode(),
-            "OMP_NUM_THREADS": threads,
-            "MKL_NUM_THREADS": threads,
+            **thread_variables(threads_of(place)),
             **_as_torchrun(place),
             **guard.mark(place.row),
         }

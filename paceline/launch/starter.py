@@ -32,6 +32,7 @@ from pathlib import Path
 
 import msgspec
 
+from paceline.launch.cores import thread_variables
 from paceline.launch.guard import Guard
 from paceline.launch.job import RunJob
 from paceline.launch.with_parent import PARENT_VARIABLE
@@ -200,8 +201,7 @@ def _ready_made(guard: Guard) -> WarmStart | None:
 def _start_anew(guard: Guard, modules: Sequence[str], threads: int) -> WarmStart:
     """`modules`: what it loads beside torch. `threads`: of most processes."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    count = str(threads)
-    environment = {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, PARENT_VARIABLE: str(os.getpid())}
+    environment = {**thread_variables(threads), PARENT_VARIABLE: str(os.getpid())}
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-m", MODULE, str(theirs.fileno()), ",".join(modules), ROOM_FOR_COMMANDS],

@@ -27,13 +27,13 @@ from types import ModuleType
 
 import msgspec
 
+from paceline.launch.cores import thread_variables
 from paceline.launch.quick_start import load_compiler_late
 from paceline.launch.resting_collector import rest_while_loading
 from paceline.launch.starter import MOST_MESSAGE, READY, READY_STARTER, ForkRequest, ReadyStarter, is_read_at_loading
 from paceline.launch.with_parent import PARENT_VARIABLE, die_with_parent
 
 TORCH = "torch"
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _MOST_DESCRIPTORS = 16
 _NAP_S = 0.0002
 
@@ -196,7 +196,7 @@ def _read_at_loading(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _but_threads(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the same but for how many threads torch has, which can be changed later."""
-    return {name: value for name, value in _read_at_loading(environment).items() if name not in THREADS}
+    return {name: value for name, value in _read_at_loading(environment).items() if name not in thread_variables(1)}
 
 
 if __name__ == "__main__":

@@ -34,9 +34,8 @@ class WrittenParameters:
         self._pulls = pulls
         self.scripts = replicas  # that run the same lines
         self._pointers: list[int] = []
-        self._middles: list[torch.Tensor] = []  # views, as long as the parameters stay where they are
-        self._names = [name for name, one in self._parameters.items() for _ in range(one.dtype.itemsize)]
-        self._left: tuple[object, torch.Tensor] | None = None
+        self._middles: list[torch.Tensor] = []  # views of bytes, as long as the parameters stay where they are
+        self._left: tuple[object, list[bytes]] | None = None
         self._told = False
 
     def leave(self) -> None:
@@ -47,20 +46,20 @@ class WrittenParameters:
     def take(self) -> None:
         """The script has come back: what it has written is refused, or told."""
         left, self._left = self._left, None
-        if left is None or torch.equal(left[1], now := self._now()) or self._pulls.mark() != left[0]:
+        if left is None or left[1] == (now := self._now()) or self._pulls.mark() != left[0]:
             return
-        name = self._names[int((left[1] != now).nonzero()[0])]
+        name = next(name for name, was, new in zip(self._parameters, left[1], now, strict=True) if was != new)
         if not self._pulls.points_at_server(name):
             raise PacelineError(f"{_WRITTEN.format(name)}{_LOST}")
         if self.scripts > 1:
             self._told = True
             warnings.warn(f"{_WRITTEN.format(name)}{_SHARED}", stacklevel=2)
 
-    def _now(self) -> torch.Tensor:
-        """Returns the bytes of the elements in the middle: what is no number would not be equal to itself."""
+    def _now(self) -> list[bytes]:
+        """Returns the elements in the middle as bytes: what is no number would not be equal to itself."""
         pointers = [parameter.data_ptr() for parameter in self._parameters.values()]
         if pointers != self._pointers:
             self._pointers = pointers
             flat = [parameter.detach().view(-1) for parameter in self._parameters.values()]
             self._middles = [one[len(one) // 2 :][:1].view(torch.uint8) for one in flat]
-        return torch.cat(self._middles) if self._middles else torch.empty(0, dtype=torch.uint8)
+        return [middle.cpu().numpy().tobytes() for middle in self._middles]

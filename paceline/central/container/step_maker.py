@@ -93,8 +93,8 @@ class StepMaker:
             for number in left:
                 self._update_chunk(number, updater, close, touched, scale)
 
-        # After the gradient of one alone, the others are computing and need the cores.
-        if len(close.accepted) == 1 or len(self._layout.chunks) < THREADS:
+        # After the gradient of one alone, the others are computing and need the cores; if there are any.
+        if len(close.accepted) == 1 < len(self._arena.gradients) or len(self._layout.chunks) < THREADS:
             update(self._updaters[0])
         else:
             together([partial(update, updater) for updater in self._updaters])
