@@ -29,6 +29,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from paceline.errors import ModelError
+from paceline.memory.channels_last import channels_are_last
 from paceline.optim.image_blocks import image_blocks
 from paceline.torch_private import AnyBatchNorm, check_input_dims, keep_compiler_out
 
@@ -297,9 +298,8 @@ def _like(x: torch.Tensor, weight: torch.Tensor | None, *numbers: Numbers) -> li
     return [torch.from_numpy(each).to(x.device, kept_type) for each in numbers]
 
 
-def _per_channel(values: Numbers, x: torch.Tensor) -> torch.Tensor:
-    kept_type = torch.promote_types(x.dtype, torch.float32)
-    return torch.from_numpy(values).to(x.device, kept_type).view(1, -1, *[1] * (x.dim() - 2))
+def _typed(values: Numbers, x: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(values).to(x.device, torch.promote_types(x.dtype, torch.float32))
 
 
 # ── sums and lines, a block of images at a time ──────────────────────────────────────────────────────────────
@@ -321,7 +321,7 @@ def _mean_and_variance(x: torch.Tensor) -> tuple[Numbers, Numbers]:
         mean, variance = torch.batch_norm_update_stats(x, None, None, 0.0)
         return _numbers(mean), _numbers(variance)
     own_mean = _sum(x) / count
-    shift = _per_channel(own_mean, x)
+    shift = _typed(own_mean, x).view(1, -1, *[1] * (x.dim() - 2))
     squares = np.zeros_like(own_mean)
     for block in image_blocks(x):
         squares += _sum((x[block] - shift).square_())
@@ -329,12 +329,17 @@ def _mean_and_variance(x: torch.Tensor) -> tuple[Numbers, Numbers]:
 
 
 def _sums_with(dy: torch.Tensor, x: torch.Tensor, mean: Numbers) -> tuple[Numbers, Numbers]:
-    """Of every channel the sum of dy, and of dy·(x − mean)."""
-    shift = _per_channel(mean, x)
-    products = np.zeros_like(mean)
-    for block in image_blocks(x):
-        products += _sum((x[block] - shift).mul_(dy[block]))
-    return _sum(dy), products
+    """Of every channel the sum of dy, and of dy·(x − mean): of what torch's own backward finds, what takes no count."""
+    if not x.numel():  # of nothing torch's would divide by it, and end the process
+        return np.zeros_like(mean), np.zeros_like(mean)
+    own_mean = _typed(mean, x)
+    scale = torch.ones_like(own_mean)
+    # Of those that lie otherwise it would take one number after the other.
+    lies = torch.channels_last if channels_are_last(x) else torch.contiguous_format
+    dense = (dy.contiguous(memory_format=lies), x.contiguous(memory_format=lies))
+    given = (*dense, scale, None, None, own_mean, scale, True, 0.0)
+    _, with_x, alone = torch.ops.aten.native_batch_norm_backward(*given, [False, True, True])
+    return _numbers(alone), _numbers(with_x)
 
 
 def _normalized(x: torch.Tensor, factors: Sequence[torch.Tensor | None], eps: float) -> torch.Tensor:

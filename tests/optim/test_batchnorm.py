@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.errors import ModelError
-from paceline.optim.batchnorm import Statistics, make_exact
+from paceline.optim.batchnorm import Statistics, _sums_with, make_exact
 
 
 class Meeting:
@@ -198,3 +198,26 @@ def test_a_forward_that_asks_for_the_statistics_of_its_part_is_refused() -> None
     statistics.sum = lambda values: values
     with pytest.raises(ModelError, match=r"model is 'native_batch_norm': .* or give --batchnorm local"):
         model(torch.ones(2, 3, 1, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lies", ["planes", "channels last", "gradient otherwise", "gradient of one number", "rows"])
+@pytest.mark.parametrize("shape", [(16, 5), (8, 5, 7), (4, 5, 6, 7), (2, 5, 3, 4, 5), (1, 1, 3, 3), (0, 5, 3, 3)])
+def test_sums_of_a_gradient_are_right_however_tensors_lie(
+    dtype: torch.dtype, lies: str, shape: tuple[int, ...]
+) -> None:
+    x, dy = (3 + torch.randn(2, *shape, dtype=torch.float64)).to(dtype)
+    if len(shape) == 4 and lies in ("channels last", "gradient otherwise"):
+        dy = dy.contiguous(memory_format=torch.channels_last)
+        x = x if lies == "gradient otherwise" else x.contiguous(memory_format=torch.channels_last)
+    if lies == "gradient of one number":
+        dy = dy.flatten()[:1].sum().expand(shape)
+    if lies == "rows" and len(shape) > 2:
+        x = x.repeat_interleave(2, -1)[..., ::2]
+    mean = torch.linspace(2, 4, shape[1], dtype=torch.float64).to(dtype).double()
+    others = [dim for dim in range(len(shape)) if dim != 1]
+    centred = x.double() - mean.view(1, -1, *[1] * (len(shape) - 2))
+    alone, with_x = (torch.from_numpy(found) for found in _sums_with(dy, x, mean.numpy()))
+    tolerance = 1e-12 if dtype is torch.float64 else 1e-5
+    torch.testing.assert_close(alone, dy.double().sum(others), rtol=tolerance, atol=10 * tolerance)
+    torch.testing.assert_close(with_x, (dy.double() * centred).sum(others), rtol=tolerance, atol=100 * tolerance)
