@@ -39,7 +39,9 @@ def served(width: int, *flags: str) -> Iterator[tuple[int, int, float]]:
 @contextlib.contextmanager
 def started(command: Sequence[str], variables: dict[str, str]) -> Iterator[tuple[int, int]]:
     """A server that tells its port in a line of JSON: the port, and its process."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=variables)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=variables, start_new_session=True
+    )
     assert process.stdout is not None
     try:
         for line in process.stdout:
@@ -55,6 +57,8 @@ def started(command: Sequence[str], variables: dict[str, str]) -> Iterator[tuple
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        with contextlib.suppress(ProcessLookupError):  # LitServe leaves processes behind
+            os.killpg(process.pid, signal.SIGKILL)
         process.stdout.close()
 
 
