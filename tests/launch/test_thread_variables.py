@@ -13,7 +13,7 @@ import pytest
 from paceline.launch.cores import thread_variables
 
 SCRIPT = """
-import json, os, sys, time, torch, paceline as pl
+import json, os, torch, paceline as pl
 model = torch.nn.Linear(1, 1)
 trainer = pl.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, x: m(x).mean())
 for batch in trainer.batches(torch.ones(2, 1), 1):
